@@ -18,17 +18,21 @@ from compilespec.cli import (
     compile,
     completion,
     doctor,
+    drafters,
     dump,
     generate,
     methods,
     serve,
     train,
+    why,
 )
 from compilespec.cli.flags import FlagParser, in_flags, read_arguments
 from compilespec.cli.ranks import start_ranks, starts_ranks
 from compilespec.errors import SpecError
 
-COMMANDS = (generate, chat, serve, dump, bench, compile, methods, train, doctor, completion)
+COMMANDS = (
+    generate, chat, serve, why, dump, bench, compile, methods, drafters, train, doctor, completion,
+)  # fmt: skip
 BAD_INPUT, INTERRUPTED, CUT_OFF = 2, 130, 141
 
 FIRST_WORDS = """\

@@ -364,7 +364,7 @@ class _Draw:
 
     def _write_caches(self, inputs: dict[str, Tensor], blocks: Tensor, request: _Row) -> None:
         """Keys and values at the positions that earlier steps wrote."""
-        unshifted = self.ctx.capabilities.kind == "unshifted"
+        unshifted = self.ctx.capabilities.kind in ("unshifted", "masked")
         for name, spec in self.ctx.buffers.items():
             if spec.kind != "cache" or not self._is_shared(spec):
                 continue

@@ -9,8 +9,8 @@ from typing import Literal
 # call that gives all K drafts and has no cache: n-gram match, functions of a user; with "heads"
 # each draft is its own call, all on one hidden state; with "callback" the host proposes them
 # between the calls; with "shared_kv" each is one query at a constant position on the target's
-# caches; with "parallel" and "block" one pass gives all K drafts; with "in_place" the drafter
-# continues the target's own caches.
+# caches; with "parallel", "masked" and "block" one pass gives all K drafts; with "in_place" the
+# drafter continues the target's own caches.
 DraftKind = Literal[
     "none",
     "recycled",
@@ -18,6 +18,7 @@ DraftKind = Literal[
     "block",
     "windowed",
     "unshifted",
+    "masked",
     "direct",
     "heads",
     "callback",

@@ -43,7 +43,7 @@ def find_draft(
     if capabilities.inside_target and (target.directory / "config.json").is_file():
         return target.directory
     none = f"no drafter for spec={method!r}: searched {', '.join(map(str, places))} and the "
-    none += "published drafters (compilespec methods --drafts)"
+    none += "published drafters (compilespec drafters MODEL)"
     if published := published_draft(target.given_name, method):
         try:
             return _draft_place(published, capabilities)

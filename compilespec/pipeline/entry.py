@@ -28,6 +28,7 @@ from compilespec.passes.splice.acceptance.options import ACCEPTANCE_OPTIONS, war
 from compilespec.pipeline.adapters import with_adapters
 from compilespec.pipeline.build import build_program
 from compilespec.pipeline.draft_vocab import check_has_head
+from compilespec.pipeline.explainer import explainer
 from compilespec.pipeline.images import image_reader
 from compilespec.pipeline.keyword_types import CompileKeywords, SpecName
 from compilespec.pipeline.keywords import shown_fields, shows
@@ -144,7 +145,8 @@ def _start(load: Callable[[], Target], asked: CheckedCall, reporter: Reporter) -
                 measure(executor),
                 looks_up=program.capabilities.looks_up,
             )
-    serving = _serving_options(program, options, target, runner, policy, reporter)
+    explain = explainer(program, target, asked.method, asked.draft, options, asked.method_options)
+    serving = _serving_options(program, options, target, runner, policy, reporter, explain)
     if ranks is None:
         updates = _weight_updates(program, options, target, lowered, runner)
         serving = dataclasses.replace(serving, updates=updates)
@@ -301,6 +303,7 @@ def _serving_options(
     runner: StepRunner,
     policy: DraftPolicy | None,
     reporter: Reporter,
+    explain: Callable[..., Any] | None,
 ) -> ServingOptions:
     images, how = image_reader(target, options, runner.geometry, reporter)
     plan = describe_plan(program, options, runner)
@@ -312,6 +315,7 @@ def _serving_options(
         captured=runner.graph_report,
         count_recompiles=lambda: runner.num_recompiles + (images.num_recompiles if images else 0),
         count_state_copies=lambda: runner.num_state_copies,
+        explain=explain,
     )
     return ServingOptions(
         program=program,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -429,6 +430,39 @@ class Engine:
             num_free_blocks=scheduler.holdings.pool.num_free,
             num_blocks=self.geometry.config.num_blocks,
         )
+
+    @check_keywords
+    def explain(self, prompts: Any, params: Params = None) -> Any:
+        """Run prompts and say why their drafts were lost, by cause, with what to do.
+
+        Args:
+            prompts: as for `generate`; or `GenerationOutput`s of this engine, which are read as
+                they are.
+            params: as for `generate`; None: greedy answers of 128 tokens.
+        Returns: an `Explanation`: `str` of it is a text, `as_dict()` plain values.
+        Raises: as `generate`; InvalidRequest where there is nothing to explain or requests run;
+            NotSupported where ranks hold parts of the weights.
+        """
+        self._check_free()
+        self._check_awake()
+        if self.has_work:
+            raise InvalidRequest("explain: requests run or wait; finish or abort them first")
+        if self._options.report.explain is None:
+            raise NotSupported(
+                "explain: the ranks of a tensor-parallel job hold parts of the weights, which it "
+                "must read whole; compile on one process"
+            )
+        return self._options.report.explain(self, prompts, params)
+
+    @contextlib.contextmanager
+    def most_drafts(self) -> Iterator[None]:
+        """Every step verifies the most drafts, whether they pay or not."""
+        launches = self._scheduler.launches
+        adaptive, launches.adaptive = launches.adaptive, None
+        try:
+            yield
+        finally:
+            launches.adaptive = adaptive
 
     def remember(self, text: Any) -> None:
         """Let the drafter look texts up that no request gave: documentation, code, past answers.

@@ -31,6 +31,9 @@ class EngineReport:
     count_state_copies: Callable[[], int] = lambda: 0
     """Returns the number of copies of the host's writes into state rows."""
 
+    explain: Callable[..., Any] | None = None
+    """Says why drafts were lost, given the engine, prompts and parameters; None: nothing can."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:

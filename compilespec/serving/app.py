@@ -1,4 +1,4 @@
-"""The application: routes over one engine, in OpenAI's protocol."""
+"""The application: routes over one engine, in OpenAI's protocol and Anthropic's."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from compilespec.runtime.engine import Engine
 from compilespec.serving.admin import add_admin_routes
 from compilespec.serving.chat import answer_chat, chat_prompt
 from compilespec.serving.completions import complete
-from compilespec.serving.errors import ApiError
+from compilespec.serving.errors import MESSAGES, ApiError
 from compilespec.serving.guard import Guard, cors
+from compilespec.serving.messages import answer_messages, count_tokens
 from compilespec.serving.options import ServerOptions
 from compilespec.serving.protocol import DetokenizeRequest, TokenizeRequest, read_body
 from compilespec.serving.service import Service
@@ -75,6 +76,14 @@ def _add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         return await answer_chat(service, request)
+
+    @app.post(MESSAGES)
+    async def messages(request: Request) -> Response:
+        return await answer_messages(service, request)
+
+    @app.post(f"{MESSAGES}/count_tokens")
+    async def count(request: Request) -> Response:
+        return await count_tokens(service, request)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -187,7 +196,7 @@ def _json(data: Any, status: int = 200) -> Response:
 
 def _told(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response()
+    return error.response(request.url.path)
 
 
 def _http_error(request: Request, error: Exception) -> Response:
@@ -196,4 +205,4 @@ def _http_error(request: Request, error: Exception) -> Response:
     what = f"{request.method} {request.url.path}"
     code = "not_found" if error.status_code == 404 else "method_not_allowed"
     told = ApiError(error.status_code, f"there is no {what}; see GET /v1/models", code=code)
-    return told.response(error.headers)
+    return told.response(request.url.path, error.headers)

@@ -35,7 +35,7 @@ async def answer_chat(service: Service, request: Request) -> Response:
     asked = await read_body(request, ChatRequest)
     service.check_model(asked.model)
     service.check_count(asked.n or 1)
-    answer = _Chat(service, asked)
+    answer = Chat(service, asked)
     prompts, tickets = await unless_left(request, service.submit(answer.read, asked.priority))
     if asked.stream:
         events = answer.events(prompts, tickets)
@@ -44,7 +44,7 @@ async def answer_chat(service: Service, request: Request) -> Response:
     return Response(orjson.dumps(answer.whole(outputs)), media_type="application/json")
 
 
-class _Chat:
+class Chat:
     """One request and its answer, in as many samples as the request asks for."""
 
     def __init__(self, service: Service, asked: ChatRequest) -> None:
@@ -76,7 +76,7 @@ class _Chat:
     ) -> AsyncGenerator[dict[str, Any], None]:
         count = UsageCount(self._asked.stream_options, prompts)
         outputs: dict[int, GenerationOutput] = {}
-        streams = [_Stream(self._parser()) for _ in tickets]
+        streams = [_Stream(self.parser()) for _ in tickets]
         async for index, delta in follow(tickets):
             choice = self._piece(index, delta, streams[index])
             if delta.output is not None:
@@ -87,12 +87,12 @@ class _Chat:
             ended = [outputs[index] for index in range(len(tickets))]
             yield self._frame.around([], usage=usage(ended, len(ended)))
 
-    def _parser(self) -> Parser:
+    def parser(self) -> Parser:
         assert self._reading is not None, "the prompt is read before its answer"
         return self._reading.parser()
 
     def _choice(self, index: int, output: GenerationOutput) -> dict[str, Any]:
-        parser = self._parser()
+        parser = self.parser()
         parts = parser.add(output.text or "") + parser.finish()
         message: dict[str, Any] = {
             "role": "assistant",

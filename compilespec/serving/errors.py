@@ -40,6 +40,12 @@ IN_API_WORDS = (
     (r"compile with tokenizer=\.\.\.", "serve a model that has one"),
 )
 
+MESSAGES = "/v1/messages"  # begins the paths of Anthropic's protocol
+_ANTHROPIC_KINDS = {
+    401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
 
 class ApiError(Exception):
     """An error of a request.
@@ -73,9 +79,17 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
 
-    def response(self, headers: Mapping[str, str] | None = None) -> Response:
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        usual = "invalid_request_error" if self.status < 500 else "api_error"
+        kind = _ANTHROPIC_KINDS.get(self.status, usual)
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, path: str, headers: Mapping[str, str] | None = None) -> Response:
+        """The answer to a request of `path`, in the form of its protocol."""
+        body = self.anthropic_body if path.startswith(MESSAGES) else self.body
         return Response(
-            orjson.dumps(self.body),
+            orjson.dumps(body),
             status_code=self.status,
             headers={**self.headers, **(headers or {})},
             media_type="application/json",

@@ -46,6 +46,8 @@ class EventStream(Response):
     Args:
         objects: of JSON; an error that it raises becomes the last event.
         on_end: called at the end in any case.
+        named: Anthropic's form, where an event has the name of its object's type; else OpenAI's,
+            where [DONE] is the last event.
     """
 
     media_type = "text/event-stream"
@@ -55,10 +57,13 @@ class EventStream(Response):
         objects: AsyncGenerator[dict[str, Any], None],
         options: ServerOptions,
         on_end: Callable[[], object],
+        *,
+        named: bool = False,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._objects, self._options, self._on_end = objects, options, on_end
+        self._is_named = named
         self._sends_since: float | None = None  # by the loop's clock; None: nothing is being sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,19 +86,23 @@ class EventStream(Response):
         try:
             async with asyncio.timeout(limit):
                 async for one in self._objects:
-                    await self._send_event(send, orjson.dumps(one))
+                    await self._send_event(send, one)
         except ClientGone:
             raise
         except Exception as error:
             told = timed_out(limit) if isinstance(error, TimeoutError) else api_error(error)
             if told.status == 500:
                 logger.exception("a stream ended with an error")
-            await self._send_event(send, orjson.dumps(told.body))
-        await self._send_event(send, b"[DONE]")
+            await self._send_event(send, told.anthropic_body if self._is_named else told.body)
+        if not self._is_named:
+            await self._send_data(send, b"data: [DONE]\n\n")
         await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_event(self, send: Send, data: bytes) -> None:
-        body = b"data: " + data + b"\n\n"
+    async def _send_event(self, send: Send, one: dict[str, Any]) -> None:
+        name = f"event: {one['type']}\n".encode() if self._is_named else b""
+        await self._send_data(send, name + b"data: " + orjson.dumps(one) + b"\n\n")
+
+    async def _send_data(self, send: Send, body: bytes) -> None:
         await self._send(send, {"type": "http.response.body", "body": body, "more_body": True})
 
     async def _send(self, send: Send, message: Message) -> None:

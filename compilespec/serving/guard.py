@@ -115,7 +115,8 @@ class Guard:
         """The fault of a request that shows before its body; None if there is none."""
         is_admin = self._admins and scope["path"].startswith(ADMIN_PATHS)
         if keys := self._admins if is_admin else self._digests:
-            scheme, _, key = headers.get("authorization", "").partition(" ")
+            given = headers.get("authorization") or f"Bearer {headers.get('x-api-key', '')}"
+            scheme, _, key = given.partition(" ")
             digest = _digest(key.strip().encode("latin-1"))  # the bytes that came
             matches = [hmac.compare_digest(digest, known) for known in keys]
             is_known = scheme.lower() == "bearer" and any(matches)
@@ -170,7 +171,7 @@ async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -
     headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     if error.status in (408, 413):  # part of the request may not have been read
         headers["Connection"] = "close"
-    await error.response(headers)(scope, receive, send)
+    await error.response(scope["path"], headers)(scope, receive, send)
 
 
 def _digest(key: bytes) -> bytes:

@@ -1,6 +1,6 @@
 """Finds where a model's Python code takes another way for another number of tokens.
 
-Dynamo follows one call of 13 tokens; an `if` on its length is decided there, once for all.  A graph
+Dynamo follows one call of 13 tokens; an `if` on its length is decided there.  A graph
 serves calls of every length, so each such condition is looked at here.
 """
 
@@ -16,6 +16,7 @@ from compilespec import _torch_compat
 from compilespec.errors import UnsupportedModel
 from compilespec.program import Branch, Traced
 from compilespec.tracing.quantized_weights import is_quantized
+from compilespec.tracing.structure import token_ids
 
 _LENGTHS = sorted({*range(2, 65), *((1 << n) + d for n in range(6, 21) for d in (-1, 0, 1))})
 
@@ -77,9 +78,9 @@ def _first_failing(holds: Any, good: int, bad: int) -> int:
 
 
 def check_branches(
-    traced: Traced, model: nn.Module, call: Callable[..., Tensor], longest: int, captured: int
+    traced: Traced, model: nn.Module, call: Callable[..., Tensor], longest: int
 ) -> None:
-    """Check that a graph of `captured` tokens serves calls of every length up to `longest`.
+    """Check that a graph serves calls of every length up to `longest`.
 
     Past its `longer`, a condition would send the model another way than the graph.  Below the
     captured length the model itself is asked: its first rows must not depend on how many follow.
@@ -89,6 +90,8 @@ def check_branches(
     Raises: UnsupportedModel.
     """
     name = type(model).__name__
+    ids = token_ids(traced.graph_module.graph).meta["example_value"]
+    captured = _torch_compat.example_of(ids.shape[1])
     for branch in traced.branches:
         if branch.longer and branch.longer <= longest:
             raise UnsupportedModel(

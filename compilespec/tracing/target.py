@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -104,25 +104,28 @@ def trace_target(
         if is_transformers:  # it is given masks to add to its scores
             traced, takes_positions, _ = trace(EAGER)
         reasons = mark_eager_attention(traced)
-    call, _ = _target_call(model, is_transformers, has_offsets=False)
-    check_branches(traced, model, call, longest, EXAMPLE_SHAPE[1])
+    plain_call, _ = _target_call(model, is_transformers, has_offsets=False)
+    check_branches(traced, model, plain_call, longest)
     if not takes_positions:
         traced = take_positions(traced)
     read_masks(traced, model)
-    num_markers = traced.num_attention_layers + traced.num_recurrent_markers
-    if num_markers == 0 and reasons:
-        raise TraceError(
+    if traced.num_attention_layers + traced.num_recurrent_markers == 0:
+        raise _without_attention(model, reasons)
+    return settle_counts(traced, model) if takes_positions else count_by_position(traced, model)
+
+
+def _without_attention(model: nn.Module, reasons: Sequence[str]) -> TraceError:
+    if reasons:
+        return TraceError(
             f"{type(model).__name__} has no attention that can be cached: expected "
             f"softmax(query @ key.T * number + mask) @ value, got another softmax in {reasons[0]}; "
             "write it so, or call scaled_dot_product_attention"
         )
-    if num_markers == 0:
-        raise TraceError(
-            f"{type(model).__name__} has no attention that can be cached: expected calls through "
-            "transformers' attention interface or scaled_dot_product_attention(is_causal=True), "
-            "found none"
-        )
-    return settle_counts(traced, model) if takes_positions else count_by_position(traced, model)
+    return TraceError(
+        f"{type(model).__name__} has no attention that can be cached: expected calls through "
+        "transformers' attention interface or scaled_dot_product_attention(is_causal=True), "
+        "found none"
+    )
 
 
 @contextlib.contextmanager

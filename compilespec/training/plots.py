@@ -1,4 +1,4 @@
-"""Curves as SVG, without a plotting library."""
+"""Curves and bars as SVG, without a plotting library."""
 
 from __future__ import annotations
 
@@ -17,6 +17,39 @@ class Curve:
 
     name: str
     points: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A named length."""
+
+    name: str
+    value: float
+    text: str
+    """Written at its end."""
+    is_marked: bool = False
+    """True: in the colour of faults."""
+
+
+def draw_bars(title: str, bars: Sequence[Bar]) -> str:
+    """The bars below each other, the longest one as wide as there is room."""
+    most = max([bar.value for bar in bars] or [0]) or 1
+    height = 40 + 24 * len(bars)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
+        f'<text x="8" y="20" font-size="14">{escape(title)}</text>',
+    ]
+    for number, bar in enumerate(bars):
+        top, length = 36 + 24 * number, bar.value / most * (WIDTH - 250)
+        colour = COLOURS[3] if bar.is_marked else COLOURS[0]
+        parts += [
+            f'<text x="132" y="{top + 13}" text-anchor="end">{escape(bar.name)}</text>',
+            f'<rect x="140" y="{top}" width="{length:.1f}" height="18" fill="{colour}"/>',
+            f'<text x="{146 + length:.1f}" y="{top + 13}">{escape(bar.text)}</text>',
+        ]
+    return "\n".join([*parts, "</svg>", ""])
 
 
 def draw(title: str, curves: Sequence[Curve], *, smooth: int = 1) -> str:

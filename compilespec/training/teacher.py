@@ -16,6 +16,7 @@ from compilespec.tracing.load import Target
 from compilespec.tracing.structure import descendants, find_head, residual_streams, token_ids
 from compilespec.tracing.target import trace_target
 from compilespec.tracing.target_info import TargetInfo, describe_target
+from compilespec.tracing.weight_marks import fingerprint
 
 
 class Said(NamedTuple):
@@ -47,6 +48,7 @@ class Teacher:
         self._traced = trace_target(target.model)
         self.info: TargetInfo = describe_target(self._traced, target)
         self._head = HeadFunction(self._traced)
+        self.fingerprint = fingerprint(self._traced.weights)
         self._narrow: tuple[Tensor, HeadFunction] | None = None
         self._run: Any = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ from torch import nn
 from compilespec.errors import CheckpointError, InvalidOption, TrainingDiverged
 from compilespec.ops.device import traits_of
 from compilespec.tracing.load import Target
+from compilespec.tracing.weight_marks import KEY
 from compilespec.training.batches import (
     digest_samples,
     epoch_batches,
@@ -237,6 +239,7 @@ class Trainer:
         with writing(directory):
             try:
                 self.method.save(self.drafter, directory, self.target.dtype, self.options.layout)
+                note_target(directory, self.teacher.fingerprint)
             except CheckpointError:
                 raise
             except Exception as error:  # safetensors has its own error for a full disk
@@ -293,3 +296,11 @@ def count_tokens(samples: Sequence[Sample], vocab_size: int) -> torch.Tensor:
 def num_trained(drafter: nn.Module) -> int:
     """The number of trained parameters."""
     return sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+
+
+def note_target(directory: Path, known: str | None) -> None:
+    """Write the digest of the target's weights into a saved drafter's config.json."""
+    file = directory / "config.json"
+    if known is not None and file.is_file():
+        raw = json.loads(file.read_text(encoding="utf-8")) | {KEY: known}
+        file.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")

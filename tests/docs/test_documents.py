@@ -129,6 +129,18 @@ def test_every_name_in_the_package_is_there(page: str) -> None:
         pkgutil.resolve_name(name)
 
 
+def test_the_loss_of_the_head_is_that_of_the_recorded_run() -> None:
+    rows = {row[0]: row[1:] for row in table_under("docs/why.md", "prompts | acceptance length")}
+    result = _result("why-smollm2.json")
+    for label, row in rows.items():
+        known = result[label]
+        share = {one["name"]: one["share"] for one in known["causes"]}
+        names = ("drafter", "draft_vocabulary", "near_tie", "later_places")
+        wanted = [f"{known['acceptance_length']:.2f}"]
+        wanted += [f"{rate:.0%}" for rate in known["acceptance_rate_by_place"]]
+        assert row == [*wanted, *(f"{share[name]:.0%}" for name in names)], label
+
+
 # --- methods and models ---
 
 

@@ -73,6 +73,6 @@ def test_a_selection_of_keys_and_a_window_serve_all_lengths(fields: dict[str, in
 
 
 def test_a_selection_past_the_captured_length_is_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="from 25 tokens on .* modeling_doge.py:"):
+    with pytest.raises(UnsupportedModel, match=r"from 25 tokens on .* modeling_doge\.py:"):
         trace_target(_doge(keep_window_size=24), longest=64)
     assert trace_target(_doge(keep_window_size=24), longest=24).branches

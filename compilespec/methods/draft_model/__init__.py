@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from compilespec.errors import DraftMismatch, InvalidOption
 from compilespec.errors.suggest import not_one_of
 from compilespec.methods.capabilities import Capabilities
 from compilespec.methods.draft_model.drafter import ModelDrafter
+from compilespec.methods.draft_model.pard import pard_token
 from compilespec.methods.draft_model.vocab_map import VocabMap, same_vocabulary, share_tokens
 from compilespec.ops.device import traits_of
 from compilespec.tracing.load import load_target
@@ -33,7 +35,7 @@ class DraftModelMethod:
         drafts_with_model=True,
         own_kv_cache=True,
         aliases=("DRAFT_TARGET",),
-        options=("vocab_map", "draft_tokenizer"),
+        options=("vocab_map", "draft_tokenizer", "parallel"),
     )
 
     def load(
@@ -44,7 +46,8 @@ class DraftModelMethod:
         Options: `vocab_map`, how ids of the two vocabularies correspond: "same" (an id is itself),
         "shared_tokens" (by the tokens' strings; other tokens are never proposed, and are fed as the
         draft's unknown token), or "auto": the latter if both tokenizers are known and differ.
-        `draft_tokenizer`: tokenizer of a draft model given as a module.
+        `draft_tokenizer`: tokenizer of a draft model given as a module.  `parallel`: true: all
+        drafts of one pass, whose later rows hold the mask token of its config; None: if it has one.
 
         Raises: ModelNotFound, CheckpointError, InvalidOption (an option's value, or `draft` is not
         a module), DraftMismatch (a tokenizer is missing).
@@ -63,7 +66,11 @@ class DraftModelMethod:
             )
         tokenizer = options.get("draft_tokenizer", loaded.tokenizer)
         known = _vocabularies(options.get("vocab_map", "auto"), target.tokenizer, tokenizer)
-        return ModelDrafter(loaded.model, loaded.max_seq_len, **known)
+        mask = pard_token(loaded.model, options.get("parallel"))
+        drafter = ModelDrafter(loaded.model, loaded.max_seq_len, mask_token_id=mask, **known)
+        if mask is not None:
+            drafter.capabilities = dataclasses.replace(self.capabilities, kind="masked")
+        return drafter
 
 
 def _vocabularies(vocab_map: str, target: Any, draft: Any) -> dict[str, Any]:

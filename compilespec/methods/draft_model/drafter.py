@@ -24,6 +24,8 @@ class ModelDrafter(Drafter):
             mean the same in both.
         num_ids: ids of a common vocabulary; None for as many as the target's head has rows.  Rows
             of a head beyond them are padding.
+        mask_token_id: the draft model's id in the rows of drafts 2 to K, all of one pass; None: it
+            drafts one after the other.
     """
 
     def __init__(
@@ -33,18 +35,21 @@ class ModelDrafter(Drafter):
         *,
         tokenizers: tuple[Any, Any] | None = None,
         num_ids: int | None = None,
+        mask_token_id: int | None = None,
     ) -> None:
         super().__init__()
         self.model, self.max_seq_len = model, max_seq_len
         self._tokenizers, self._num_ids = tokenizers, num_ids
         self.num_draft_tokens = 0  # a model suggests no K
+        self.mask_token_id = mask_token_id
         self.vocab_map: VocabMap | None = None
 
     def capture(self, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
         """ "forward" (input_ids, position_ids -> logits at [B, T]) and "propose" (logits_BV -> the
         best id that the target has, int32 [B], and what a draw needs: see `trace_proposal`).  With
         another vocabulary also "translate" (input_ids of the target -> those of the draft model,
-        [B, T]); `propose` gives target ids in any case.
+        [B, T]); `propose` gives target ids in any case.  With a mask token "mask" (position_ids ->
+        its ids, [B, T]).
 
         Raises: DraftMismatch (vocabularies, fewer positions), TraceError.
         """
@@ -67,6 +72,8 @@ class ModelDrafter(Drafter):
                 f"draft_tokenizer="
             )
         calls["propose"] = self._trace_proposal(config, info, vocab_size)
+        if self.mask_token_id is not None:
+            calls["mask"] = self._trace_mask(config, self.mask_token_id)
         return calls
 
     def _map_tokens(self, target: Any, draft: Any, info: TargetInfo, vocab_size: int) -> None:
@@ -88,6 +95,13 @@ class ModelDrafter(Drafter):
 
         ids = torch.zeros(EXAMPLE_SHAPE, dtype=torch.int32, device=config.device)
         return self._trace("translate", translate, input_ids=(ids, (0, 1)))
+
+    def _trace_mask(self, config: ProgramConfig, mask_token_id: int) -> Traced:
+        def mask(position_ids: Tensor) -> Tensor:
+            return torch.full_like(position_ids, mask_token_id)
+
+        positions = torch.zeros(EXAMPLE_SHAPE, dtype=torch.int32, device=config.device)
+        return self._trace("mask", mask, position_ids=(positions, (0, 1)))
 
     def _trace_proposal(self, config: ProgramConfig, info: TargetInfo, vocab_size: int) -> Traced:
         known = info.vocab_size
@@ -111,4 +125,7 @@ class ModelDrafter(Drafter):
     def describe(self) -> str:
         count = sum(parameter.numel() for parameter in self.model.parameters())
         shared = "" if self.vocab_map is None else f", {self.vocab_map.describe()}"
-        return f"draft model {type(self.model).__name__}, {count / 1e6:.2f}M parameters{shared}"
+        mask = self.mask_token_id
+        masked = "" if mask is None else f", all drafts of one pass, mask token {mask}"
+        name = type(self.model).__name__
+        return f"draft model {name}, {count / 1e6:.2f}M parameters{shared}{masked}"

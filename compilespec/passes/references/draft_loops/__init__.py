@@ -22,6 +22,7 @@ from compilespec.passes.references.draft_loops.direct import callback, direct, w
 from compilespec.passes.references.draft_loops.drafts import Drafts
 from compilespec.passes.references.draft_loops.heads import heads
 from compilespec.passes.references.draft_loops.in_place import in_place
+from compilespec.passes.references.draft_loops.masked import masked
 from compilespec.passes.references.draft_loops.parallel import parallel
 from compilespec.passes.references.draft_loops.recycled import recycled
 from compilespec.passes.references.draft_loops.shared_kv import shared_kv
@@ -39,6 +40,7 @@ LOOP_REFERENCES: Mapping[str, Loop] = {
     "block": block,
     "windowed": windowed,
     "unshifted": unshifted,
+    "masked": masked,
     "direct": direct,
     "heads": heads,
     "shared_kv": shared_kv,

@@ -39,7 +39,7 @@ def _apart(draft: Drafts, values: Values, hidden: Tensor, num_masked: int) -> Te
         rest, _ = draft.call(
             "forward",
             masked,
-            sights=[(_paths(masked, 0),)],
+            sights=[(masked_paths(masked, 0),)],
             input_ids=ids,
             position_ids=masked.position,
             hidden=hidden,
@@ -60,7 +60,7 @@ def _together(draft: Drafts, values: Values, hidden: Tensor, num_masked: int) ->
     head, _ = draft.call(
         "forward",
         Tokens(position=position, row=row, slot=slot),
-        sights=[(_paths(masked, tokens.row.shape[1]),)],
+        sights=[(masked_paths(masked, tokens.row.shape[1]),)],
         input_ids=torch.cat([masked_ids, roles["draft_ids"]], 1),
         position_ids=position,
         hidden=torch.cat([masked_hidden, hidden], 1),
@@ -81,7 +81,7 @@ def _masked(draft: Drafts, start: Sequence[int], count: int) -> tuple[Tokens, Te
     return unwritten(placed), ids, hidden
 
 
-def _paths(masked: Tokens, num_true: int) -> Tensor:
+def masked_paths(masked: Tokens, num_true: int) -> Tensor:
     """Each masked row sees those before it and itself; true rows read the caches alone."""
     batch, count = masked.row.shape
     paths = [[j if j <= i else -1 for j in range(count)] for i in range(count)]

@@ -20,6 +20,7 @@ from compilespec.passes.splice.draft_loops.direct import direct, keep_history
 from compilespec.passes.splice.draft_loops.heads import heads
 from compilespec.passes.splice.draft_loops.in_place import in_place
 from compilespec.passes.splice.draft_loops.kept_inputs import keep_inputs
+from compilespec.passes.splice.draft_loops.masked import masked, num_masked_passes
 from compilespec.passes.splice.draft_loops.parallel import num_parallel_passes, parallel
 from compilespec.passes.splice.draft_loops.recycled import recycled
 from compilespec.passes.splice.draft_loops.shared_kv import shared_kv
@@ -104,6 +105,8 @@ class DraftLoop:
             )
 
 
+SEES_ALL = "must see every token, or its cache would have holes: leave 0 out of num_draft_tokens="
+
 LOOPS: Mapping[DraftKind, DraftLoop] = {
     "none": DraftLoop(
         splice=lambda step: 0,
@@ -187,7 +190,14 @@ LOOPS: Mapping[DraftKind, DraftLoop] = {
         keeps_states=True,
         grows_trees=True,
         calls=lambda k: ("forward", "propose"),
-        why_never_zero="must see every token, or its cache would have holes: leave 0 out of "
-        "num_draft_tokens=",
+        why_never_zero=SEES_ALL,
+    ),
+    "masked": DraftLoop(
+        splice=masked,
+        num_passes=num_masked_passes,
+        calls=lambda k: ("forward", "mask", "propose"),
+        proposes_at_once=True,
+        why_never_zero=SEES_ALL,
+        reach=lambda k: Reach(num_reserved_tokens=k + 2),  # token j of a step is one further
     ),
 }

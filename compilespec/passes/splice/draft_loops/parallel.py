@@ -82,9 +82,11 @@ def _run(
     return head
 
 
-def propose_all(step: Splice, head: Tensor, start: Tensor, count: int) -> Tensor:
+def propose_all(
+    step: Splice, head: Tensor, start: Tensor, count: int, *, argument: str = "head_input"
+) -> Tensor:
     """The drafts [B, count] of one call of "propose" on [B, count, D]; draft i is for start + i."""
-    token, *offered = step.fragment("propose", head_input=head.flatten(0, 1))
+    token, *offered = step.fragment("propose", **{argument: head.flatten(0, 1)})
     if step.ctx.greedy_only or not offered:
         return token.unflatten(0, (-1, count))
     logits, *ids = offered
