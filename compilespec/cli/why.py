@@ -18,7 +18,6 @@ from compilespec.cli.generate import (
     spec_of,
 )
 from compilespec.errors import InvalidOption
-from compilespec.runtime.outputs import GenerationOutput
 from compilespec.runtime.sampling_params import SamplingParams
 
 NUM_TOKENS = 128
@@ -83,6 +82,7 @@ def _asked(args: argparse.Namespace) -> list[Any]:
         if not args.chat:
             return list(prompts)
         return [{"messages": [{"role": "user", "content": one}]} for one in prompts]
+    from compilespec.runtime.outputs import GenerationOutput  # which imports torch
     from compilespec.training.data import data_files
     from compilespec.training.files import read_records
 
@@ -98,6 +98,8 @@ def _asked(args: argparse.Namespace) -> list[Any]:
 def _read(record: Mapping[str, Any], file: Path) -> Any:
     """A line of data: an answer, messages, or a text."""
     if "emitted_per_step" in record:
+        from compilespec.runtime.outputs import GenerationOutput
+
         return GenerationOutput(
             prompt_token_ids=list(record["prompt_token_ids"]),
             token_ids=list(record["token_ids"]),

@@ -93,6 +93,7 @@ class CompileKeywords(TypedDict, total=False):
     chain: Any
     kv_block_sizes: Any
     query_position: Any
+    parallel: Any
     vocab_map: Any
     draft_tokenizer: Any
     max_match: Any
