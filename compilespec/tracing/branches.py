@@ -56,17 +56,14 @@ def _branches(
         def holds(count: int, expression: Any = expression) -> bool:
             return bool(expression.subs(symbol, count))
 
-        failing = [count for count in _LENGTHS if not holds(count)]
-        longer = [count for count in _LENGTHS if count > captured]
-        ends = [count for count in longer if count not in failing]
-        first = 0
-        if longer and not (ends and ends[-1] == longer[-1]):
-            first = _first_failing(holds, ends[-1] if ends else captured, _LENGTHS[-1])
+        failing = {count for count in _LENGTHS if not holds(count)}
+        last = max({captured, *_LENGTHS} - failing)
+        longer = _first_failing(holds, last, _LENGTHS[-1]) if last < _LENGTHS[-1] else 0
         shorter = max((count for count in failing if count < captured), default=0)
-        if first or shorter:
+        if longer or shorter:
             text = str(expression).replace(str(symbol), "T")
             line = place.rpartition("#")[2].split(" in ")[0].rpartition("/")[2].strip()
-            yield Branch(text, line, shorter, first)
+            yield Branch(text, line, shorter, longer)
 
 
 def _first_failing(holds: Any, good: int, bad: int) -> int:

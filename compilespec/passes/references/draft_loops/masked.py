@@ -8,6 +8,7 @@ from torch import Tensor
 from compilespec.passes.references.base import Tokens, Values
 from compilespec.passes.references.draft_loops.drafts import Drafts
 from compilespec.passes.references.draft_loops.parallel import masked_paths
+from compilespec.passes.references.draft_loops.unshifted import translated
 from compilespec.passes.references.placement import place_tokens
 from compilespec.passes.references.trees import unwritten
 
@@ -23,11 +24,11 @@ def masked(draft: Drafts, values: Values) -> Tensor:
         true = place_tokens(config, draft.case.inputs, rows, positions)
     else:
         tokens = draft.placed.tokens
-        _model(draft, tokens, _translated(draft, draft.placed.ids))
+        _model(draft, tokens, translated(draft, draft.placed.ids))
         counts, ids = [0] * len(start), draft.ids(roles["target"][:, 0])
         true = draft.single(start)
     newest = [s + n for s, n in zip(start, counts, strict=True)]
-    logits = _one_pass(draft, newest, true, _translated(draft, ids))
+    logits = _one_pass(draft, newest, true, translated(draft, ids))
     num_masked = config.num_draft_tokens - 1
     rows_of = [num_masked + max(n, 1) - 1 for n in counts]
     first = torch.stack([logits[b, row] for b, row in enumerate(rows_of)])
@@ -68,9 +69,3 @@ def _model(draft: Drafts, tokens: Tokens, ids: Tensor, paths: Tensor | None = No
         "forward", tokens, sights=sights, input_ids=ids, position_ids=tokens.position
     )
     return logits
-
-
-def _translated(draft: Drafts, ids: Tensor) -> Tensor:
-    if "translate" in draft.ctx.draft:
-        (ids,) = draft.call("translate", input_ids=ids)
-    return ids

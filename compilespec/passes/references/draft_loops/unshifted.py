@@ -75,8 +75,14 @@ def _whole_prompts(tokens: Tokens) -> RequestProgress:
 def _model(
     draft: Drafts, tokens: Tokens, ids: Tensor, progress: RequestProgress
 ) -> tuple[Tensor, ...]:
-    if "translate" in draft.ctx.draft:
-        (ids,) = draft.call("translate", input_ids=ids)
+    ids = translated(draft, ids)
     return draft.call(
         "forward", tokens, input_ids=ids, position_ids=tokens.position, progress=progress
     )
+
+
+def translated(draft: Drafts, ids: Tensor) -> Tensor:
+    """The draft model's ids for the target's, where its vocabulary is another."""
+    if "translate" in draft.ctx.draft:
+        (ids,) = draft.call("translate", input_ids=ids)
+    return ids

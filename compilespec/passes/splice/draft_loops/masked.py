@@ -13,7 +13,7 @@ from compilespec.passes.splice.draft_loops.parallel import (
     propose_all,
     put_first,
 )
-from compilespec.passes.splice.draft_loops.unshifted import shifted_rows
+from compilespec.passes.splice.draft_loops.unshifted import shifted_rows, translated
 from compilespec.passes.splice.insert_paged_attention import Branches
 from compilespec.passes.splice.places import Places, live_row, requests, step_places, unwritten
 from compilespec.tracing.capture import output_widths
@@ -36,10 +36,10 @@ def masked(step: Splice) -> int:
         )
         true, num_emitted = Places(slot, row, position, roles.block_table_RM), roles.num_emitted
     else:
-        run(step, "forward", step_places(step), input_ids=_translated(step, roles.ids))
+        run(step, "forward", step_places(step), input_ids=translated(step, roles.ids))
         ids, true = single_token(step, roles.target.squeeze(1), newest, live_row(step), 1)
         num_emitted = torch.ones_like(newest)
-    logits = _one_pass(step, newest, _translated(step, ids), true, num_emitted)
+    logits = _one_pass(step, newest, translated(step, ids), true, num_emitted)
     roles.drafts = propose_all(
         step, logits, newest, step.config.num_draft_tokens, argument="logits_BV"
     )
@@ -69,10 +69,3 @@ def _one_pass(step: Splice, newest: Tensor, ids: Tensor, true: Places, count: Te
     (logits,) = run(step, "forward", places, branches=branches, input_ids=ids)
     width = output_widths(step.ctx.draft["forward"])[0]
     return newest_and_masked(logits, count, num_masked=num_masked, width=width)
-
-
-def _translated(step: Splice, ids: Tensor) -> Tensor:
-    """The draft model's ids for the target's, where its vocabulary is another."""
-    if "translate" in step.ctx.draft:
-        (ids,) = step.fragment("translate", input_ids=ids)
-    return ids

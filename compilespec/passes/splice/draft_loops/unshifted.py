@@ -127,9 +127,7 @@ def _run(
         state: gives a recurrent drafter's `absorbed` and `commits` (`StatePlaces`), called with the
             positions and what is `known`.
     """
-    if "translate" in step.ctx.draft:
-        (ids,) = step.fragment("translate", input_ids=ids)
-    (logits,) = run(step, "forward", places, branches=branches, input_ids=ids)
+    (logits,) = run(step, "forward", places, branches=branches, input_ids=translated(step, ids))
     if step.ctx.draft["forward"].num_recurrent_markers:
         with step.before(markers(step.gm, "recurrence", "causal_conv")[0]):
             absorbed, commits = state(places.position, *known)
@@ -163,3 +161,10 @@ def _propose(step: Splice, logits: Tensor, first: Tensor, offset: int) -> Tensor
     """The draft for position first + offset."""
     proposal = Proposal(*step.fragment("propose", logits_BV=logits))
     return draft_token(step, proposal, first, offset, number=offset + step.is_decode)
+
+
+def translated(step: Splice, ids: Tensor) -> Tensor:
+    """The draft model's ids for the target's, where its vocabulary is another."""
+    if "translate" in step.ctx.draft:
+        (ids,) = step.fragment("translate", input_ids=ids)
+    return ids
