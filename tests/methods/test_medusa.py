@@ -23,7 +23,7 @@ from tests.support.models import (
     Ask,
     ask_all,
     assert_nothing_held,
-    run_traffic,
+    check_preempted,
     target_info,
     tiny_target,
 )
@@ -220,10 +220,7 @@ def test_several_k_with_zero_and_preemption(target) -> None:
     with compilespec.compile(
         model, "medusa", draft=heads, num_draft_tokens=(0, 1, 3), kv_cache_tokens=96, **OPTIONS
     ) as engine:
-        requests = run_traffic(engine, asks, (1, 3, 2, 3))
-        assert [r.output_token_ids for r in requests] == [list(ask.tokens) for ask in asks]
-        assert_nothing_held(engine)
-        assert engine.stats().num_preemptions > 0
+        check_preempted(engine, asks)
 
 
 def test_automatic_k_asks_for_no_more_drafts_than_there_are_heads(target) -> None:

@@ -14,7 +14,7 @@ from compilespec import SamplingParams
 from compilespec.errors import CheckpointError, InvalidOption, UnsupportedState
 from compilespec.inspect.bounds import prove
 from compilespec.methods.draft_model.pard import pard_token
-from tests.support.models import Ask, ask_all, assert_nothing_held, run_traffic, tiny_target
+from tests.support.models import Ask, ask_all, check_preempted, tiny_target
 from tests.support.seen_drafts import drafts_by_tokens
 
 SIZES = ((5, 18), (23, 25), (2, 30), (33, 9), (17, 22))
@@ -84,10 +84,7 @@ def test_several_k_and_preemption(target) -> None:
     with compilespec.compile(
         model, "draft_model", draft=drafter, num_draft_tokens=(1, 4), kv_cache_tokens=96, **OPTIONS
     ) as engine:
-        requests = run_traffic(engine, asks, (1, 3, 2, 3))
-        assert [r.output_token_ids for r in requests] == [list(ask.tokens) for ask in asks]
-        assert_nothing_held(engine)
-        assert engine.stats().num_preemptions > 0
+        check_preempted(engine, asks)
 
 
 def test_sampled_tokens_are_those_of_plain_decoding(target) -> None:

@@ -18,7 +18,7 @@ from compilespec.inspect.bounds import prove
 from compilespec.methods.peagle import METHOD, PEagleDrafter, random_head
 from compilespec.methods.registry import get_method
 from compilespec.tracing.target_info import TargetInfo
-from tests.support.models import Ask, ask_all, assert_nothing_held, run_traffic, tiny_target
+from tests.support.models import Ask, ask_all, check_preempted, tiny_target
 from tests.support.models import target_info as info_of
 from tests.support.seen_drafts import drafts_by_tokens
 
@@ -168,10 +168,7 @@ def test_several_k_with_zero_and_preemption(target) -> None:
     with compilespec.compile(
         model, "peagle", draft=head, num_draft_tokens=(0, 3), kv_cache_tokens=96, **OPTIONS
     ) as engine:
-        requests = run_traffic(engine, asks, (1, 3, 2, 3))
-        assert [r.output_token_ids for r in requests] == [list(ask.tokens) for ask in asks]
-        assert_nothing_held(engine)
-        assert engine.stats().num_preemptions > 0
+        check_preempted(engine, asks)
 
 
 def test_sampled_tokens_are_those_of_plain_decoding(target) -> None:

@@ -447,6 +447,14 @@ def assert_nothing_held(engine: Engine) -> None:
     assert scheduler.holdings.pool.num_free == engine.geometry.config.num_blocks
 
 
+def check_preempted(engine: Engine, asks: Sequence[Ask]) -> None:
+    """Traffic that the cache is too small for gives the models' own tokens."""
+    requests = run_traffic(engine, asks, (1, 3, 2, 3))
+    assert [r.output_token_ids for r in requests] == [list(ask.tokens) for ask in asks]
+    assert_nothing_held(engine)
+    assert engine.stats().num_preemptions > 0
+
+
 def poison(engine: Engine) -> None:
     """NaN in every cache cell and recurrent state, so that reading what was not written shows."""
     engine.reset_prefix_cache()
