@@ -77,6 +77,11 @@ class Capabilities:
         return self.looks_up and self.kind != "direct"
 
     @property
+    def only_looks_up(self) -> bool:
+        """True where all drafts are found in texts: they cost no pass of a model."""
+        return self.looks_up and self.kind == "direct"
+
+    @property
     def drafter(self) -> str:
         """The method whose drafter is looked for: of "a+b" the second."""
         return self.name.rpartition("+")[2]

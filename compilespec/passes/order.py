@@ -274,7 +274,7 @@ REPLAY_PASSES = (
         run=read_kept,
         matches=lambda ctx: 1,
         ensures=(
-            contracts.plays("aux", "draft_ids", "position", "row", "slot", "row_index", "live"),
+            contracts.plays("draft_ids", "position", "row", "slot", "row_index", "live"),
             contracts.plays("start", "num_emitted"),
         ),
         reference=references.read_kept,

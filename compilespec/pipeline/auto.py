@@ -2,8 +2,8 @@
 
 For every method whose drafter is found, a few prompts are decoded with the interpreted graphs,
 which gives the acceptance length for every K at once; the cost model gives the time of a step, by
-the roofline of the device.  The prediction is their quotient; plain decoding stays where nothing is
-predicted to beat it.
+the roofline of the device.  The prediction is their quotient.  Where none is predicted to beat plain
+decoding, look-ups with several K are taken, 0 among them: a step without a match drafts nothing.
 """
 
 from __future__ import annotations
@@ -109,15 +109,31 @@ def choose(target: Target, options: CompileOptions, build: Build) -> AutoChoice:
     best = candidates[0] if candidates and candidates[0].ratio > 1 else None
     lines = [f"auto tried {len(prompts)} prompts, {device}", *map(str, candidates)]
     lines += [f"auto left out {reason}" for reason in skipped]
-    picked = str(best) if best else "none: nothing is predicted to beat plain decoding"
-    why = (f"auto picked {picked}", *lines)
     if best is None:
-        return AutoChoice(method=plain, options=_without_drafts(options), why=why)
+        return _where_none_pays(options, candidates, plain, lines)
     if given is None:  # measurements in service say more than the trial
         one_k = LOOPS[best.method.capabilities.kind].why_one_k is not None
         given = best.num_draft_tokens if one_k else AUTO
     chosen = dataclasses.replace(options, num_draft_tokens=given)
+    why = (f"auto picked {best}", *lines)
     return AutoChoice(method=best.method, options=chosen, why=why)
+
+
+def _where_none_pays(
+    options: CompileOptions, candidates: Sequence[Candidate], plain: Method, lines: Sequence[str]
+) -> AutoChoice:
+    """The look-up that did best, where its steps may draft nothing; else plain decoding."""
+    why = "nothing is predicted to beat plain decoding"
+    found = (one.method for one in candidates if one.method.capabilities.only_looks_up)
+    method = next(found, None)
+    may_skip = options.num_draft_tokens in (None, AUTO) or 0 in options.draft_counts
+    if method is None or not may_skip or options.acceptance_rule.reads_draft_probs:
+        why = f"auto picked none: {why}"
+        return AutoChoice(method=plain, options=_without_drafts(options), why=(why, *lines))
+    why = f"auto picked {method.capabilities.name}, where a text repeats itself: {why}"
+    given = options.num_draft_tokens or AUTO
+    chosen = dataclasses.replace(options, num_draft_tokens=given)
+    return AutoChoice(method=method, options=chosen, why=(why, *lines))
 
 
 def _without_drafts(options: CompileOptions) -> CompileOptions:

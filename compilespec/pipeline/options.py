@@ -237,7 +237,7 @@ class CompileOptions(CompileFields):
                     f"num_draft_tokens={given} needs a drafting method; give spec=, or leave it out"
                 )
             return 0
-        own = int(getattr(drafter, "num_draft_tokens", 0) or DEFAULT_DRAFT_TOKENS)
+        own = own_draft_tokens(drafter)
         _check_draft_tokens(given or own)
         return given or own
 
@@ -252,6 +252,11 @@ class CompileOptions(CompileFields):
                 f"{self.kv_cache_tokens}: raise it or lower max_seq_len"
             )
         return num_blocks
+
+
+def own_draft_tokens(drafter: Drafter | None) -> int:
+    """K of a drafter that says it, as checkpoints do, else the default."""
+    return int(getattr(drafter, "num_draft_tokens", 0) or DEFAULT_DRAFT_TOKENS)
 
 
 def check_method_options(

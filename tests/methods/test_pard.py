@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -14,7 +15,9 @@ from compilespec import SamplingParams
 from compilespec.errors import CheckpointError, InvalidOption, UnsupportedState
 from compilespec.inspect.bounds import prove
 from compilespec.methods.draft_model.pard import pard_token
+from compilespec.program import PAD
 from tests.support.models import Ask, ask_all, check_preempted, tiny_target
+from tests.support.scripted import Scripted, use
 from tests.support.seen_drafts import drafts_by_tokens
 
 SIZES = ((5, 18), (23, 25), (2, 30), (33, 9), (17, 22))
@@ -48,13 +51,17 @@ def published_drafts(drafter: nn.Module, tokens: tuple[int, ...], k: int, mask: 
 
 @pytest.mark.parametrize("k", [1, 2, 5], ids="K{}".format)
 def test_drafts_are_the_publishers(target, k) -> None:
-    """Chunks, joins, accepted and rejected drafts leave nothing but true rows in the cache."""
+    """Chunks, joins, accepted and rejected drafts, and what a replay makes of steps of K = 0, leave
+    nothing but true rows in the cache.
+    """
     model, asks, drafter = target
     with compilespec.compile(
-        model, "draft_model", draft=drafter, num_draft_tokens=k, **OPTIONS
+        model, "draft_model", draft=drafter, num_draft_tokens=(0, k), **OPTIONS
     ) as engine:
-        found = drafts_by_tokens(engine, asks, MAX_SEQ_LEN)
         assert any("of one pass, mask token 96" in why for why in engine.plan()["why"])
+        use(engine, Scripted(itertools.cycle((k, 0, k, k, 0, 0, k))))
+        found = drafts_by_tokens(engine, asks, MAX_SEQ_LEN)
+    found = {tokens: drafts for tokens, drafts in found.items() if drafts[0] != PAD}
     assert len(found) > 40
     for tokens, drafts in found.items():
         assert drafts == published_drafts(drafter, tokens, k, MASK), len(tokens)
@@ -82,8 +89,13 @@ def test_a_mask_outside_the_targets_ids(target) -> None:
 def test_several_k_and_preemption(target) -> None:
     model, asks, drafter = target
     with compilespec.compile(
-        model, "draft_model", draft=drafter, num_draft_tokens=(1, 4), kv_cache_tokens=96, **OPTIONS
-    ) as engine:
+        model,
+        "draft_model",
+        draft=drafter,
+        num_draft_tokens=(0, 1, 4),
+        kv_cache_tokens=96,
+        **OPTIONS,
+    ) as engine:  # fmt: skip
         check_preempted(engine, asks)
 
 
@@ -159,8 +171,6 @@ def test_what_does_not_compose_is_refused(target) -> None:
     tree = compilespec.DraftTree(choices=[(0,), (1,)])
     with pytest.raises(InvalidOption, match="drafts no trees"):
         compilespec.compile(model, "draft_model", draft_tree=tree, **keywords)
-    with pytest.raises(InvalidOption, match="leave 0 out"):
-        compilespec.compile(model, "draft_model", num_draft_tokens=(0, 2), **keywords)
     hybrid = taught(tiny_target("qwen3_next"))
     with pytest.raises(UnsupportedState, match="recurrent layers"):
         compilespec.compile(model, "draft_model", draft=hybrid, num_draft_tokens=2, **OPTIONS)

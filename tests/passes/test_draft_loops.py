@@ -54,8 +54,6 @@ def test_every_kind_says_what_it_needs() -> None:
     [
         ("none", (2,), "drafts nothing: leave out num_draft_tokens=$"),
         ("windowed", (2,), "caches would have holes: give num_draft_tokens= one number$"),
-        ("unshifted", (0, 2), "cache would have holes: leave 0 out of num_draft_tokens=$"),
-        ("masked", (0, 2), "cache would have holes: leave 0 out of num_draft_tokens=$"),
     ],
 )
 def test_several_k_are_refused_where_a_cache_would_have_holes(

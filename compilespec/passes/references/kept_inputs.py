@@ -10,35 +10,40 @@ from torch import Tensor
 
 from compilespec.passes.context import PassContext
 from compilespec.passes.references.base import Before, Case, Values
-from compilespec.passes.references.placement import Placement, place_call
+from compilespec.passes.references.placement import Placement, place_call, place_replay
 from compilespec.program import NUM_KEPT, PAD
 
 
-def keep_pairs(placed: Placement, values: Values, buffers: Mapping[str, Tensor]) -> None:
-    """Write the step's one pair of each request (hidden state, next token) into its ring."""
+def keep_step(placed: Placement, values: Values, buffers: Mapping[str, Tensor]) -> None:
+    """Write each request's next token, and its hidden state if there is a ring for it."""
     for request, row in enumerate(placed.row_index.tolist()):
         column = int(placed.start[request]) % NUM_KEPT
-        buffers["kept_aux_RWE"][row, column] = values.roles["aux"][request, 0]
-        buffers["kept_ids_RW"][row, column] = values.roles["draft_ids"][request, 0]
+        buffers["kept_ids_RW"][row, column] = values.roles["target"][request, 0].clamp(min=0)
+        if "kept_aux_RWE" in buffers:
+            buffers["kept_aux_RWE"][row, column] = values.roles["aux"][request, 0]
 
 
 def read_kept(before: Before, ctx: PassContext, case: Case) -> Values:
-    """The pairs that steps of K = 0 kept, from the first position of each request's backlog on."""
+    """The inputs that steps of K = 0 kept, from the first position of each request's backlog on."""
     values, placed = before(case.inputs), place_call(ctx.config, case)
-    aux, ids, counts = [], [], []
+    rings = {"draft_ids": "kept_ids_RW"}
+    if "combine" in ctx.draft:
+        rings["aux"] = "kept_aux_RWE"
+    else:  # token t+1 has its own slot
+        placed = place_replay(ctx.config, case.inputs, ahead=1)
+    made: dict[str, list[Tensor]] = {role: [] for role in rings}
     for request, row in enumerate(placed.row_index.tolist()):
         start = int(placed.start[request])
         columns = [(start + place) % NUM_KEPT for place in range(NUM_KEPT)]
-        aux.append(torch.stack([case.inputs["kept_aux_RWE"][row, column] for column in columns]))
-        ids.append(torch.stack([case.inputs["kept_ids_RW"][row, column] for column in columns]))
-        counts.append(min(max(int(case.inputs["backlog_B"][request]), 1), NUM_KEPT))
+        for role, ring in rings.items():
+            made[role].append(torch.stack([case.inputs[ring][row, column] for column in columns]))
+    counts = [min(max(backlog, 1), NUM_KEPT) for backlog in case.inputs["backlog_B"].tolist()]
     roles = {
-        "aux": torch.stack(aux),
-        "draft_ids": torch.stack(ids),
+        **{role: torch.stack(rows) for role, rows in made.items()},
         **placed.roles(),
         "num_emitted": torch.tensor(counts, dtype=torch.int32, device=placed.start.device),
     }
-    kept = {name: case.inputs[name].clone() for name in ("kept_aux_RWE", "kept_ids_RW")}
+    kept = {name: case.inputs[name].clone() for name in rings.values()}
     return dataclasses.replace(
         values, roles={**values.roles, **roles}, buffers={**values.buffers, **kept}
     )
@@ -65,4 +70,4 @@ def commit_drafts(before: Before, ctx: PassContext, case: Case) -> Values:
     )
 
 
-__all__ = ["commit_drafts", "keep_pairs", "read_kept"]
+__all__ = ["commit_drafts", "keep_step", "read_kept"]

@@ -57,7 +57,7 @@ def place_call(config: ProgramConfig, case: Case) -> Placement:
     inputs, spare = case.inputs, config.max_batch_size
     paths: list[list[list[int]]] = []
     if case.key.kind == "replay":
-        return _place_replay(config, inputs)
+        return place_replay(config, inputs)
     if case.phase == "decode":
         rows = inputs["row_B"].tolist()
         state_rows = [row if row >= 0 else spare for row in rows]
@@ -89,9 +89,9 @@ def place_call(config: ProgramConfig, case: Case) -> Placement:
     )
 
 
-def _place_replay(config: ProgramConfig, inputs: Mapping[str, Tensor]) -> Placement:
-    """NUM_KEPT tokens a request, from the first one that its drafter has not seen; those past its
-    backlog are nowhere.
+def place_replay(config: ProgramConfig, inputs: Mapping[str, Tensor], ahead: int = 0) -> Placement:
+    """NUM_KEPT tokens a request, from the first one that its drafter has not seen, each `ahead`
+    positions after the one that kept it; those past its backlog are nowhere.
     """
     rows, backlogs = inputs["row_B"].tolist(), inputs["backlog_B"].tolist()
     state_rows = [row if row >= 0 else config.max_batch_size for row in rows]
@@ -111,7 +111,9 @@ def _place_replay(config: ProgramConfig, inputs: Mapping[str, Tensor]) -> Placem
     device = inputs["block_table_RM"].device
     return Placement(
         ids=_int32(ids, device),
-        tokens=place_tokens(config, inputs, token_rows, wanted),
+        tokens=place_tokens(
+            config, inputs, token_rows, [[at + ahead for at in positions] for positions in wanted]
+        ),
         row_index=torch.tensor(state_rows, device=device),
         live=torch.tensor([row >= 0 for row in rows], device=device),
         start=_int32(start, device),

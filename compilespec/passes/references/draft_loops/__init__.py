@@ -29,7 +29,7 @@ from compilespec.passes.references.draft_loops.shared_kv import shared_kv
 from compilespec.passes.references.draft_loops.unshifted import unshifted
 from compilespec.passes.references.draft_loops.windowed import windowed
 from compilespec.passes.references.evidence import evidence_of
-from compilespec.passes.references.kept_inputs import keep_pairs
+from compilespec.passes.references.kept_inputs import keep_step
 from compilespec.passes.splice.draft_loops import LOOPS
 from compilespec.program import PAD
 
@@ -100,7 +100,7 @@ def _drafted(
     else:
         drafts = _widened(ctx, values.roles["target"].new_empty((len(drafter.state_rows()), 0)))
         if LOOPS[ctx.capabilities.kind].needs_replay:
-            keep_pairs(drafter.placed, values, buffers)
+            keep_step(drafter.placed, values, buffers)
         if ctx.capabilities.kind == "block":
             write_context(drafter, values)
         if ctx.capabilities.kind == "direct" and "history_RL" in buffers:

@@ -8,7 +8,7 @@ from torch import Tensor
 from compilespec.passes.references.base import Tokens, Values
 from compilespec.passes.references.draft_loops.drafts import Drafts
 from compilespec.passes.references.draft_loops.parallel import masked_paths
-from compilespec.passes.references.draft_loops.unshifted import translated
+from compilespec.passes.references.draft_loops.unshifted import emitted, translated
 from compilespec.passes.references.placement import place_tokens
 from compilespec.passes.references.trees import unwritten
 
@@ -18,10 +18,7 @@ def masked(draft: Drafts, values: Values) -> Tensor:
     config, roles = draft.config, values.roles
     start = draft.placed.start.tolist()
     if draft.case.phase == "decode":
-        counts, ids = roles["num_emitted"].tolist(), roles["target"].clamp(min=0)
-        rows = [[row] * config.num_verify_tokens for row in draft.state_rows()]
-        positions = [[s + 1 + j for j in range(config.num_verify_tokens)] for s in start]
-        true = place_tokens(config, draft.case.inputs, rows, positions)
+        counts, (ids, true) = roles["num_emitted"].tolist(), emitted(draft, values)
     else:
         tokens = draft.placed.tokens
         _model(draft, tokens, translated(draft, draft.placed.ids))

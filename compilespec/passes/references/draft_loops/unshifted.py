@@ -22,13 +22,11 @@ def unshifted(draft: Drafts, values: Values) -> Tensor:
     start = draft.placed.start.tolist()
     if draft.case.phase == "decode":
         counts = roles["num_emitted"].tolist()
-        rows = [[row] * config.num_verify_tokens for row in draft.state_rows()]
-        positions = [[s + 1 + j for j in range(config.num_verify_tokens)] for s in start]
-        tokens = place_tokens(config, draft.case.inputs, rows, positions)
+        ids, tokens = emitted(draft, values)
         held = [s + 1 for s in start]
         kept = [s + n for s, n in zip(held, counts, strict=True)]
         progress = draft.progress(held, kept)
-        (logits,) = _model(draft, tokens, roles["target"].clamp(min=0), progress)
+        (logits,) = _model(draft, tokens, ids, progress)
         picked = torch.stack([logits[b, n - 1] for b, n in enumerate(counts)])
         first = [s + n + 1 for s, n in zip(start, counts, strict=True)]
         if draft.ctx.config.tree is not None:
@@ -49,6 +47,19 @@ def unshifted(draft: Drafts, values: Values) -> Tensor:
         drafts += draft.call("propose", logits_BV=logits[:, 0])
         token, first = drafts[-1], [position + 1 for position in first]
     return torch.stack(drafts, 1)
+
+
+def emitted(draft: Drafts, values: Values) -> tuple[Tensor, Tokens]:
+    """The ids and places of the step's tokens, or of those that were kept."""
+    roles = values.roles
+    if draft.case.key.kind == "replay":
+        at = Tokens(position=roles["position"], row=roles["row"], slot=roles["slot"])
+        return roles["draft_ids"], at
+    count = draft.config.num_verify_tokens
+    rows = [[row] * count for row in draft.state_rows()]
+    positions = [[s + 1 + j for j in range(count)] for s in draft.placed.start.tolist()]
+    at = place_tokens(draft.config, draft.case.inputs, rows, positions)
+    return roles["target"].clamp(min=0), at
 
 
 def _model_chain(logits_BV: Tensor) -> Chain:

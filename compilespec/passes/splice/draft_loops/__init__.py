@@ -65,9 +65,6 @@ class DraftLoop:
     why_one_k: str | None = None
     """Why no step may verify and draft fewer than the largest K, and the cure; None: they may."""
 
-    why_never_zero: str | None = None
-    """Why no step may have K = 0, and the cure; None: they may."""
-
     reach: Callable[[int], Reach] = lambda k: Reach(num_reserved_tokens=2 * k + 1)
     """How far its steps reach; they write S rows, then what the drafter writes ahead."""
 
@@ -75,8 +72,6 @@ class DraftLoop:
         """Refuse sizes that the loop of method `name` cannot work with.  Raises: InvalidOption."""
         if smaller_draft_counts and self.why_one_k:
             raise InvalidOption(f"spec={name!r} {self.why_one_k}")
-        if 0 in smaller_draft_counts and self.why_never_zero:
-            raise InvalidOption(f"spec={name!r} {self.why_never_zero}")
         count = self.reach(config.num_draft_tokens).num_repeated_tokens
         if config.max_prefill_tokens <= count:
             raise InvalidOption(
@@ -104,8 +99,6 @@ class DraftLoop:
                 "derive it from the class that methods.base.Drafter names"
             )
 
-
-SEES_ALL = "must see every token, or its cache would have holes: leave 0 out of num_draft_tokens="
 
 LOOPS: Mapping[DraftKind, DraftLoop] = {
     "none": DraftLoop(
@@ -190,14 +183,16 @@ LOOPS: Mapping[DraftKind, DraftLoop] = {
         keeps_states=True,
         grows_trees=True,
         calls=lambda k: ("forward", "propose"),
-        why_never_zero=SEES_ALL,
+        keep=keep_inputs,
+        needs_replay=True,
     ),
     "masked": DraftLoop(
         splice=masked,
         num_passes=num_masked_passes,
         calls=lambda k: ("forward", "mask", "propose"),
         proposes_at_once=True,
-        why_never_zero=SEES_ALL,
+        keep=keep_inputs,
+        needs_replay=True,
         reach=lambda k: Reach(num_reserved_tokens=k + 2),  # token j of a step is one further
     ),
 }

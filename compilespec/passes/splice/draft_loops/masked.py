@@ -13,9 +13,9 @@ from compilespec.passes.splice.draft_loops.parallel import (
     propose_all,
     put_first,
 )
-from compilespec.passes.splice.draft_loops.unshifted import shifted_rows, translated
+from compilespec.passes.splice.draft_loops.unshifted import emitted_rows, translated
 from compilespec.passes.splice.insert_paged_attention import Branches
-from compilespec.passes.splice.places import Places, live_row, requests, step_places, unwritten
+from compilespec.passes.splice.places import Places, live_row, step_places, unwritten
 from compilespec.tracing.capture import output_widths
 
 
@@ -31,10 +31,7 @@ def masked(step: Splice) -> int:
     """
     roles, newest = step.roles, next_position(step)
     if step.is_decode:
-        ids, position, row, slot = step.call(
-            shifted_rows, roles.target, roles.start, live_row(step), *requests(step)
-        )
-        true, num_emitted = Places(slot, row, position, roles.block_table_RM), roles.num_emitted
+        (ids, true), num_emitted = emitted_rows(step), roles.num_emitted
     else:
         run(step, "forward", step_places(step), input_ids=translated(step, roles.ids))
         ids, true = single_token(step, roles.target.squeeze(1), newest, live_row(step), 1)

@@ -58,13 +58,22 @@ def num_unshifted_passes(ctx: PassContext) -> int:
 
 
 def _all_rows(step: Splice) -> Tensor:
-    """The pass over the step's S target tokens; returns its logits, [B, S, V]."""
+    """The pass over the step's tokens; returns its logits, [B, S, V]."""
+    ids, places = emitted_rows(step)
+    return _run(step, places, ids, _emitted_state, step.roles.start, step.roles.num_emitted)
+
+
+def emitted_rows(step: Splice) -> tuple[Tensor, Places]:
+    """Ids [B, S] and places of the target's tokens in decode, those that are not emitted included;
+    in a replay, of the tokens that were kept.
+    """
     roles = step.roles
+    if step.ctx.is_replay:
+        return roles.draft_ids, step_places(step)
     ids, position, row, slot = step.call(
         shifted_rows, roles.target, roles.start, live_row(step), *requests(step)
     )
-    places = Places(slot, row, position, roles.block_table_RM)
-    return _run(step, places, ids, _emitted_state, roles.start, roles.num_emitted)
+    return ids, Places(slot, row, position, roles.block_table_RM)
 
 
 def shifted_rows(
