@@ -2,8 +2,9 @@
 
 For every method whose drafter is found, a few prompts are decoded with the interpreted graphs,
 which gives the acceptance length for every K at once; the cost model gives the time of a step, by
-the roofline of the device.  The prediction is their quotient.  Where none is predicted to beat plain
-decoding, look-ups with several K are taken, 0 among them: a step without a match drafts nothing.
+the roofline of the device.  The prediction is their quotient.  Where none is predicted to beat
+plain decoding, look-ups with several K are taken, 0 among them: a step without a match drafts
+nothing.
 """
 
 from __future__ import annotations

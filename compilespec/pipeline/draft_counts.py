@@ -31,7 +31,6 @@ def resolve_draft_counts(
         is_auto = True
     if not is_auto:
         return options, ()
-    name = capabilities.name
     if not has_drafts:
         raise InvalidOption(
             f"num_draft_tokens={AUTO!r} needs a drafting method; give spec=, or leave it out"

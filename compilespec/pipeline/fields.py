@@ -102,9 +102,9 @@ class CompileFields:
     num_draft_tokens: int | str | Sequence[int] | None = keyword(
         None,
         "K; None takes the checkpoint's own, else 3, or 0 in steps where drafts do not pay.  "
-        "Several, such as (0, 2, 5), let every step take the one that pays, by measured times, by how sure the drafter is, and by how often "
-        'it was right; "auto" takes several that suit the method.  At most 64, and below '
-        "max_seq_len.",
+        "Several, such as (0, 2, 5), let every step take the one that pays, by measured times, by "
+        'how sure the drafter is, and by how often it was right; "auto" takes several that suit '
+        "the method.  At most 64, and below max_seq_len.",
     )
     draft_tree: DraftTree | None = keyword(
         None,
