@@ -350,7 +350,7 @@ def test_documents_show_what_the_commands_print(run: Dump) -> None:
         (("--before", "start"), "unknown pass 'start'"),
         (("--phase", "verify"), "--phase must be prefill, decode"),
         (("--phase", "target", "--list"), "is captured before any pass"),
-        (("--phase", "decode.2"), "no step 'decode.2'; it has prefill, decode (--num-draft"),
+        (("--phase", "decode.2"), "no step 'decode.2'; it has prefill, decode, decode.0, replay (--num-draft"),
         (("--phase", "draft.forwards"), "there are draft.combine, draft.forward, draft.propose"),
         (("--where", "/(/"), "--where /(/:"),
         (("--all", "--format", "dot"), "prints one graph"),
@@ -367,9 +367,11 @@ def test_documents_show_what_the_commands_print(run: Dump) -> None:
 def test_bad_input_is_one_line_and_exit_code_2(
     run: Dump, arguments: tuple[str, ...], said: str
 ) -> None:
-    error = run(*arguments, code=2)
-    assert said in error
-    assert len(error.splitlines()) == 1
+    progress, *more = run(*arguments, code=2).split("compilespec: error:")
+    assert all(line.startswith("compilespec: ") for line in progress.splitlines())
+    assert len(more) == 1
+    assert said in more[0]
+    assert len(more[0].splitlines()) == 1
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
