@@ -97,6 +97,7 @@ CHOICES = {
     "reasoning_parser": ("auto", *REASONING, "none"),
 }
 METAVARS = {
+    "stored_responses_dir": "DIR",
     "start_from": "DIR", "draft_vocab_counts": "FILE", "ssl_certfile": "FILE",
     "ssl_keyfile": "FILE", "ssl_ca_certs": "FILE", "dtype": "NAME", "host": "ADDRESS",
 }  # fmt: skip

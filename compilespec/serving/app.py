@@ -21,7 +21,14 @@ from compilespec.serving.guard import Guard, cors
 from compilespec.serving.messages import answer_messages, count_tokens
 from compilespec.serving.options import ServerOptions
 from compilespec.serving.protocol import DetokenizeRequest, TokenizeRequest, read_body
+from compilespec.serving.responses import (
+    answer_responses,
+    remove_stored,
+    stored_input,
+    stored_response,
+)
 from compilespec.serving.service import Service
+from compilespec.serving.stored import StoredResponses
 from compilespec.serving.telemetry import Telemetry, stats_of
 
 OF_TOKENIZER = (
@@ -56,6 +63,7 @@ def create_app(engine: Engine, options: ServerOptions | None = None) -> FastAPI:
                   openapi_url=None)  # fmt: skip
     app.state.service = service
     _add_routes(app, service)
+    _add_response_routes(app, service)
     if options.admin_keys:
         add_admin_routes(app, service)
     paths = (*(getattr(route, "path", "") for route in app.routes), "/metrics")
@@ -123,6 +131,28 @@ def _add_routes(app: FastAPI, service: Service) -> None:
             PAGE.read_text(encoding="utf-8"),
             headers={"Content-Security-Policy": PAGE_POLICY, "X-Content-Type-Options": "nosniff"},
         )
+
+
+def _add_response_routes(app: FastAPI, service: Service) -> None:
+    stored = StoredResponses(
+        int(service.options.stored_responses_mib * 2**20), service.options.stored_responses_dir
+    )
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await answer_responses(service, stored, request)
+
+    @app.get("/v1/responses/{name}")
+    async def response(name: str) -> Response:
+        return await stored_response(service, stored, name)
+
+    @app.delete("/v1/responses/{name}")
+    async def remove(name: str) -> Response:
+        return await remove_stored(service, stored, name)
+
+    @app.get("/v1/responses/{name}/input_items")
+    async def input_items(name: str) -> Response:
+        return await stored_input(service, stored, name)
 
 
 def _metrics_route(telemetry: Telemetry) -> Any:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from compilespec.serving.errors import api_error, timed_out
+from compilespec.serving.errors import ApiError, api_error, timed_out
 from compilespec.serving.options import ServerOptions
 
 logger = logging.getLogger("compilespec.serving")
@@ -46,8 +46,8 @@ class EventStream(Response):
     Args:
         objects: of JSON; an error that it raises becomes the last event.
         on_end: called at the end in any case.
-        named: Anthropic's form, where an event has the name of its object's type; else OpenAI's,
-            where [DONE] is the last event.
+        as_event: the object that tells an error, where events have the names of their objects'
+            types; None: the form of completions, whose last event is [DONE].
     """
 
     media_type = "text/event-stream"
@@ -58,12 +58,12 @@ class EventStream(Response):
         options: ServerOptions,
         on_end: Callable[[], object],
         *,
-        named: bool = False,
+        as_event: Callable[[ApiError], dict[str, Any]] | None = None,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._objects, self._options, self._on_end = objects, options, on_end
-        self._is_named = named
+        self._as_event = as_event
         self._sends_since: float | None = None  # by the loop's clock; None: nothing is being sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -93,13 +93,13 @@ class EventStream(Response):
             told = timed_out(limit) if isinstance(error, TimeoutError) else api_error(error)
             if told.status == 500:
                 logger.exception("a stream ended with an error")
-            await self._send_event(send, told.anthropic_body if self._is_named else told.body)
-        if not self._is_named:
+            await self._send_event(send, self._as_event(told) if self._as_event else told.body)
+        if self._as_event is None:
             await self._send_data(send, b"data: [DONE]\n\n")
         await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_event(self, send: Send, one: dict[str, Any]) -> None:
-        name = f"event: {one['type']}\n".encode() if self._is_named else b""
+        name = f"event: {one['type']}\n".encode() if self._as_event else b""
         await self._send_data(send, name + b"data: " + orjson.dumps(one) + b"\n\n")
 
     async def _send_data(self, send: Send, body: bytes) -> None:

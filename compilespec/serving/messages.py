@@ -68,7 +68,12 @@ async def answer_messages(service: Service, request: Request) -> Response:
     prompts, tickets = await unless_left(request, service.submit(answer.chat.read, asked.priority))
     if asked.stream:
         events = answer.events(prompts, tickets)
-        return EventStream(events, service.options, lambda: abort_open(tickets), named=True)
+        return EventStream(
+            events,
+            service.options,
+            lambda: abort_open(tickets),
+            as_event=lambda error: error.anthropic_body,
+        )
     (output,) = await unless_left(request, wait_all(tickets, service.options))
     return Response(orjson.dumps(answer.whole(output)), media_type="application/json")
 

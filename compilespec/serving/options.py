@@ -47,6 +47,12 @@ class ServerOptions:
     pages.
     """
 
+    stored_responses_mib: float = 64.0
+    """MiB for answers of /v1/responses that later requests may continue; the oldest ones go."""
+
+    stored_responses_dir: str | None = None
+    """A folder in which they outlive the server; none: they are kept in memory."""
+
     tool_format: str = "auto"
     """The form in which the model writes tool calls, one of `parsers.formats.FORMATS`, "none", or
     by its template and its tokens.
@@ -70,7 +76,8 @@ class ServerOptions:
             not is_integer(self.max_waiting) or self.max_waiting < 0
         ):
             raise _invalid("max_waiting", "an integer of at least 0, or None", self.max_waiting)
-        for name in ("max_body_bytes", "read_timeout_s", "request_timeout_s", "write_timeout_s"):
+        for name in ("max_body_bytes", "read_timeout_s", "request_timeout_s", "write_timeout_s",
+                     "stored_responses_mib"):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
                 raise _invalid(name, "a number above 0", value)

@@ -350,7 +350,10 @@ def test_documents_show_what_the_commands_print(run: Dump) -> None:
         (("--before", "start"), "unknown pass 'start'"),
         (("--phase", "verify"), "--phase must be prefill, decode"),
         (("--phase", "target", "--list"), "is captured before any pass"),
-        (("--phase", "decode.2"), "no step 'decode.2'; it has prefill, decode, decode.0, replay (--num-draft"),
+        (
+            ("--phase", "decode.2"),
+            "it has prefill, decode, decode.0, replay (--num-draft",
+        ),
         (("--phase", "draft.forwards"), "there are draft.combine, draft.forward, draft.propose"),
         (("--where", "/(/"), "--where /(/:"),
         (("--all", "--format", "dot"), "prints one graph"),
