@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_cuda_tensors_take_the_triton_kernels():
     names = {"paged_attention", "sample", "draw", "note_logprobs", "argmax_linear", "score_linear",
-             "ngram_match", "roll_window"}  # fmt: skip
+             "ngram_match", "suffix_match", "roll_window"}  # fmt: skip
     assert set(TRITON_KERNELS) >= names
     for name in TRITON_KERNELS:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"compilespec::{name}", "CUDA")

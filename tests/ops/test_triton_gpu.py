@@ -21,6 +21,7 @@ from compilespec.ops.quantized_linear.reference import pack_nibbles, quantized_l
 from compilespec.ops.recurrence import cached_recurrence_reference
 from compilespec.ops.roll_window import roll_window_reference
 from compilespec.ops.sample import draw_reference, note_logprobs_reference, sample_reference
+from compilespec.ops.suffix_match import suffix_match_reference
 from compilespec.program import PAD
 from tests.support import recurrence
 from tests.support.attention import Case, Pool
@@ -180,6 +181,13 @@ def test_ngram_and_ring():
     history = torch.where(torch.arange(1500) < length.unsqueeze(1), history, PAD)
     call = (history, length, 5, 4, 1)
     for got, want in zip(OPS.ngram_match(*moved(call)), ngram_match_reference(*call), strict=True):
+        assert torch.equal(got.cpu(), want)
+    texts = torch.where(torch.arange(900) < torch.randint(0, 900, (16, 1)),
+                        torch.randint(0, 6, (16, 900), dtype=torch.int32), PAD)  # fmt: skip
+    call = (history, length, texts, 5, 4, 1, 6)
+    for got, want in zip(
+        OPS.suffix_match(*moved(call)), suffix_match_reference(*call), strict=True
+    ):
         assert torch.equal(got.cpu(), want)
     index = torch.randperm(65)[:30]
     call = (torch.randn(65, 3, 1000).bfloat16(), torch.randint(0, 99, (65, 3)).int(), index,

@@ -1,4 +1,4 @@
-"""argmax_linear, score_linear, ngram_match and roll_window: references and Triton kernels."""
+"""Heads, look-ups and rings: references and Triton kernels."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from compilespec.ops.argmax_linear import (
 )
 from compilespec.ops.ngram_match import ngram_match, ngram_match_reference
 from compilespec.ops.roll_window import roll_window, roll_window_reference
+from compilespec.ops.suffix_match import suffix_match_reference
 from compilespec.passes.splice.draft_loops.windowed import take_window, write_ring
 from compilespec.program import PAD
 
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.interp
 head = pytest.importorskip("compilespec.ops.argmax_linear.kernel")
 ngram = pytest.importorskip("compilespec.ops.ngram_match.kernel")
 ring = pytest.importorskip("compilespec.ops.roll_window.kernel")
+suffix = pytest.importorskip("compilespec.ops.suffix_match.kernel")
 
 
 # --- the head ---
@@ -153,6 +155,26 @@ def test_ngram_matches_equal_the_reference(width, count, longest, shortest):
         assert_equal(drafter.draft(history, length), want)
         assert bool(((want[1] >= shortest) | (want[1] == 0)).all())
     assert bool((want[0] >= 0).any()) or shortest > 3
+
+
+@pytest.mark.parametrize(
+    ("width", "past", "count", "longest", "shortest"),
+    [
+        (33, (2, 20), 4, 5, 1),
+        (50, (0, 7), 3, 16, 2),
+        (1100, (3, 300), 3, 3, 1),
+        (9, (1, 1), 1, 1, 1),
+    ],
+)
+def test_suffix_matches_equal_the_reference(width, past, count, longest, shortest):
+    """More votes than a block holds, ties, texts that end, a table that is empty again."""
+    for vocab in (2, 3, 40):
+        history, length = histories(3, width, vocab)
+        texts = torch.randint(0, vocab, past, dtype=torch.int32)
+        ends = torch.randint(0, past[1] + 1, (past[0], 1))
+        texts = torch.where(torch.arange(past[1]) < ends, texts, PAD)
+        call = (history, length, texts, count, longest, shortest, vocab)
+        assert_equal(suffix.suffix_match(*call), suffix_match_reference(*call))
 
 
 def assert_equal(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:

@@ -22,6 +22,7 @@ from compilespec.ops.recurrence import kernel as state
 from compilespec.ops.roll_window import kernel as ring
 from compilespec.ops.sample import kernel as sampling
 from compilespec.ops.sample import layout
+from compilespec.ops.suffix_match import kernel as suffix
 
 Launch = Callable[[], Any]
 
@@ -229,6 +230,8 @@ OTHERS: dict[str, Launch] = {
     "quantized, four bits, float32": four_bits(6, dtype=torch.float32),
     "quantized, float32": quantized_linear(6, torch.int8, dtype=torch.float32),
     "n-gram": lambda: ngram.ngram_match(int32(8, 4096), int32(8), 5, 3, 1),
+    "suffix": lambda: suffix.suffix_match(
+        int32(8, 4096), int32(8), int32(16, 4096), 4, 16, 1, 151936),
     "ring": lambda: ring.roll_window(
         meta(65, 3, 7168), int32(65, 3), meta(8, dtype=torch.int64), meta(8, 4, 7168),
         int32(8, 4), int32(8)),

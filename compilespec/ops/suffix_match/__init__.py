@@ -21,4 +21,5 @@ suffix_match = define_op(
     suffix_match_reference,
     _fake,
     has_kernel=True,
+    triton="suffix_match",
 )
