@@ -222,6 +222,7 @@ class RequestFeatures:
     prompt_embeds: bool = False  # rows of a prompt may be embeddings
     sees_ahead: bool = False  # tokens of a prompt may see later ones: the rows of an image
     ahead_in_windows: bool = False  # they do so in layers with a window alone
+    forced_drafts: bool = False  # the host may replace drafts where a guide knows the next token
 
 
 @dataclass(frozen=True, kw_only=True)

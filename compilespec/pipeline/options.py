@@ -17,6 +17,7 @@ from compilespec.methods.capabilities import Capabilities
 from compilespec.ops.collectives.group import this_rank
 from compilespec.ops.device import traits_of
 from compilespec.passes.splice.acceptance.options import ACCEPTANCE_OPTIONS, resolve_acceptance
+from compilespec.passes.splice.acceptance.registry import is_lossless
 from compilespec.passes.splice.acceptance.rule import Acceptance
 from compilespec.passes.splice.logits_processor import LogitsProcessor
 from compilespec.passes.splice.sharding.plan import Sharding
@@ -200,8 +201,15 @@ class CompileOptions(CompileFields):
                 prompt_embeds=self.prompt_embeds or takes_medium,
                 sees_ahead=takes_medium and has_own_masks(target.model),
                 ahead_in_windows=takes_medium and sees_ahead_in_windows(target.model),
+                forced_drafts=drafter is not None and self._judges_any_drafts,
             ),
         )
+
+    @property
+    def _judges_any_drafts(self) -> bool:
+        """True where it does not matter for the tokens who made a draft, and drafts are a chain."""
+        rule = self.acceptance_rule
+        return self.draft_tree is None and is_lossless(rule) and not rule.reads_draft_probs
 
     def serves_medium_of(self, target: Target, info: TargetInfo) -> bool:
         """True where prompts may hold images or sound; ranks take none, nor models that need the

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from compilespec.errors import GuideFailed, SpecError
+from compilespec.passes.splice.evidence import NUM_CONFIDENCES, Evidence
 from compilespec.runtime.executor import Executor
 from compilespec.runtime.guides import Vocabulary
 from compilespec.runtime.guides.follower import GuideFollower
@@ -60,18 +62,38 @@ def write_masks(
     rows = [request.row for request in guided]
     drafts = executor.read_drafts(rows) if drafted else [[]] * len(rows)
     parents = executor.read_parents(rows) if drafted else [None] * len(rows)
+    steers = drafted and executor.geometry.config.features.forced_drafts
     failed: dict[Request, GuideFailed] = {}
-    masks = []
+    masks: dict[int, Tensor] = {}  # by row
+    steered: dict[int, list[int]] = {}
     for request, tokens, follows in zip(guided, drafts, parents, strict=True):
         assert request.guide is not None
         try:
-            masks.append(request.guide.masks(tokens, follows))
+            if steers:
+                steered[request.row], masks[request.row] = _steer(executor, request, tokens)
+            else:
+                masks[request.row] = request.guide.masks(tokens, follows)
         except GuideFailed as error:
             failed[request] = error
-    written = [request.row for request in guided if request not in failed]
-    if written:
-        executor.set_masks(written, torch.nn.utils.rnn.pad_sequence(masks, batch_first=True))
+    if steered:
+        executor.set_drafts(list(steered), list(steered.values()))
+    if masks:
+        executor.set_masks(list(masks), pad_sequence(list(masks.values()), batch_first=True))
     return failed
+
+
+def _steer(executor: Executor, request: Request, drafts: Sequence[int]) -> tuple[list[int], Tensor]:
+    """The request's drafts where its guide has a say, and the masks along them; what the host knows
+    of the drafts follows.  Raises: GuideFailed.
+    """
+    assert request.guide is not None
+    most, own = executor.geometry.config.num_draft_tokens, request.params.num_draft_tokens
+    chosen, masks = request.guide.steer(drafts, most if own is None else min(most, own))
+    if chosen != drafts[: len(chosen)]:  # some are forced: as sure as a long match
+        request.evidence = Evidence(len(chosen), NUM_CONFIDENCES - 1)
+    elif request.evidence is not None:
+        request.evidence = request.evidence._replace(num_drafts=len(chosen))
+    return chosen, masks
 
 
 def admitted(request: Request, tokens: Sequence[int]) -> tuple[Sequence[int], SpecError | None]:

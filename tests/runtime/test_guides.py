@@ -88,6 +88,32 @@ def test_a_boundary_inside_the_window():
     assert ids_of(guide.masks([77])) == [[5]]  # the second time it is a token like any other
 
 
+def test_drafts_that_the_guide_knows():
+    """Where one id may come it is the draft, with or without a drafter's; else the drafter's stays
+    if it may come.
+    """
+    guide = follower()
+    for drafts, chosen in (
+        ([31], [31, 96, 64, 63, 32]),
+        ([31, 7, 7, 7, 7], [31, 96, 64, 63, 32]),
+        ([10, 11, 12], [10, 11, 12, 13, 14]),
+        ([10], [10, 11]),
+        ([10, 9, 20], [10, 11, 20, EOS]),
+        ([9], []),
+        ([], []),
+    ):
+        found, masks = guide.steer(drafts, 5)
+        assert found == chosen
+        assert torch.equal(masks, guide.masks(chosen)[: len(chosen) + 1])
+        assert len(masks) == len(chosen) + 1
+    assert guide.steer([10, 11, 12], 1)[0] == [10]
+    late = follower(starts_after=50)
+    assert late.steer([7, 50, 9, 9], 3)[0] == [7, 50]
+    assert follower(banned={96}).steer([31], 5)[0] == [31]
+    with pytest.raises(GuideFailed, match="after 0 tokens"):
+        follower([[EOS, 63, 31]], end_ids={EOS, 31}).steer([], 3)
+
+
 def test_banned_and_held_ids():
     guide = follower(banned={11}, held_ids={EOS}, min_new_tokens=3)
     assert guide.follow([10]) == (1, None)
@@ -242,6 +268,19 @@ def test_rejected_drafts_leave_no_trace(plain, coupled, dial):
         dial.draft_from_script(lambda position: False)
         (drafted,) = coupled.generate([PROMPTS[0]], params)
         assert drafted.token_ids == output.token_ids
+
+
+def test_what_a_guide_forces_is_drafted(plain, coupled, dial):
+    """Wrong drafts where one token may come are replaced, and their step gives K + 1 tokens."""
+    params = guided(guide=[[8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18]], max_new_tokens=30)
+    (output,) = plain.generate([PROMPTS[0]], params)
+    dial.know([[*PROMPTS[0], *output.token_ids, 1]])
+    dial.draft_from_script(lambda position: True)
+    (drafted,) = coupled.generate([PROMPTS[0]], params)
+    assert drafted.token_ids == output.token_ids
+    count = coupled.geometry.config.num_draft_tokens
+    *whole, _ = drafted.emitted_per_step
+    assert whole == [count + 1] * len(whole)
 
 
 def test_a_boundary_in_the_engine(plain, coupled, dial):

@@ -67,3 +67,14 @@ class Vocabulary:
         self.grammars.move_to_end(source)
         while len(self.grammars) > MAX_GRAMMARS:
             self.grammars.popitem(last=False)
+
+
+def only_bit(words: Tensor) -> int | None:
+    """The id that a mask allows; -1 where it allows none, None where it allows several."""
+    places = words.nonzero().flatten().tolist()
+    if len(places) > 1:
+        return None
+    if not places:
+        return -1
+    word = int(words[places[0]]) & 0xFFFFFFFF
+    return None if word & (word - 1) else 32 * places[0] + word.bit_length() - 1

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from compilespec.errors import GuideFailed
-from compilespec.runtime.guides.base import Matcher
+from compilespec.program import PAD
+from compilespec.runtime.guides.base import Matcher, only_bit
 
 
 class _Place(NamedTuple):
@@ -65,15 +66,45 @@ class GuideFollower:
             follower stays where it is.
         Raises: GuideFailed when nothing may come next.
         """
-        rows = {0: self._allowed()}
-        if not bool(rows[0].any()):
+        rows = {0: self._next_mask()}
+        self._look_ahead(0, drafts, range(len(drafts)) if parents is None else parents, rows)
+        none = torch.zeros_like(rows[0])
+        return torch.stack([rows.get(row, none) for row in range(max(rows) + 1)])
+
+    def steer(self, drafts: Sequence[int], most: int) -> tuple[list[int], Tensor]:
+        """The drafts of a chain for the next step, `most` at most, and the masks along them.
+
+        Where the guide leaves one id to choose, that is the draft; elsewhere it is the given one,
+        if it may come.  The follower stays where it is.
+        Returns: ids; int32 [1 + their number, ceil(V / 32)].
+        Raises: GuideFailed when nothing may come next.
+        """
+        start, chosen, rows = self._place, list[int](), [self._next_mask()]
+        try:
+            for given in (*drafts[:most], *[PAD] * (most - len(drafts))):
+                forced = only_bit(rows[-1])
+                token = given if forced is None else forced
+                if token < 0 or not self._step(token):
+                    break
+                chosen.append(token)
+                rows.append(self._allowed())
+        except GuideFailed:  # only if the output goes there
+            rows = rows[: len(chosen) + 1]
+        finally:
+            self._matcher.rewind(self._place.num_matched - start.num_matched)
+            self._place = start
+        none = torch.zeros_like(rows[0])
+        return chosen, torch.stack([*rows, *[none] * (len(chosen) + 1 - len(rows))])
+
+    def _next_mask(self) -> Tensor:
+        """Raises: GuideFailed when nothing may come next."""
+        words = self._allowed()
+        if not bool(words.any()):
             raise GuideFailed(
                 f"the guide leaves nothing to choose after {self._place.num_tokens} tokens: no id "
                 "of the vocabulary continues it"
             )
-        self._look_ahead(0, drafts, range(len(drafts)) if parents is None else parents, rows)
-        none = torch.zeros_like(rows[0])
-        return torch.stack([rows.get(row, none) for row in range(max(rows) + 1)])
+        return words
 
     def _look_ahead(
         self, row: int, drafts: Sequence[int], parents: Sequence[int], rows: dict[int, Tensor]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compilespec.errors import GuideFailed, InvalidRequest, MissingDependency
-from compilespec.runtime.guides.base import Matcher, Vocabulary
+from compilespec.runtime.guides.base import Matcher, Vocabulary, only_bit
 from compilespec.runtime.texts import (
     MAX_NESTING,
     check_unicode,
@@ -261,7 +261,7 @@ class _TextMatcher:
         if matcher.is_error():
             raise GuideFailed(f"llguidance gave up: {_one_line(matcher.get_error())}")
         words = words[: self._num_words]
-        alone = _only_bit(words)
+        alone = only_bit(words)
         if alone is None or (alone >= 0 and matcher.validate_tokens([alone]) == 1):
             return words
         return bits(self._tokens.beginning(matcher.compute_ff_bytes()), self._num_words)
@@ -283,14 +283,3 @@ def bits(tokens: Iterable[int], num_words: int) -> Tensor:
     for token in tokens:
         words[token // 32] |= 1 << token % 32
     return torch.tensor([word - (word >> 31 << 32) for word in words], dtype=torch.int32)
-
-
-def _only_bit(words: Tensor) -> int | None:
-    """The id that a mask allows; -1 where it allows none, None where it allows several."""
-    places = words.nonzero().flatten().tolist()
-    if len(places) > 1:
-        return None
-    if not places:
-        return -1
-    word = int(words[places[0]]) & 0xFFFFFFFF
-    return None if word & (word - 1) else 32 * places[0] + word.bit_length() - 1
