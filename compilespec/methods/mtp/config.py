@@ -28,7 +28,8 @@ BODIES: dict[str, tuple[str, str]] = {
     "mimo": ("qwen2", "Qwen2"),
     "qwen3": ("qwen3", "Qwen3"),
     "deepseek_v3": ("deepseek_v3", "DeepseekV3"),
-    "deepseek_v32": ("deepseek_v3", "DeepseekV3"),  # dense: exact up to index_topk positions
+    "deepseek_v32": ("deepseek_v32", "DeepseekV32"),
+    "glm_moe_dsa": ("glm_moe_dsa", "GlmMoeDsa"),
     "glm4_moe": ("glm4_moe", "Glm4Moe"),
     "qwen3_next": ("qwen3_next", "Qwen3Next"),
     "qwen3_5_text": ("qwen3_5", "Qwen3_5"),
@@ -79,6 +80,11 @@ class MtpConfig:
     def hidden_size(self) -> int:
         """Width of the modules, which is the target's."""
         return int(self.block.hidden_size)
+
+    @property
+    def chooses_keys(self) -> bool:
+        """True where the block has an indexer, which chooses the keys that a token sees."""
+        return hasattr(self.block, "index_topk")
 
     @property
     def vocab_size(self) -> int:
@@ -169,7 +175,8 @@ def block_config(
     )
     fields = {key: value for key, value in raw.items() if key not in NOT_OF_THE_BLOCK}
     config = config_class(**fields)
-    num_layers, kinds = config.num_hidden_layers, ["full_attention"] * num_modules
+    kind = "indexed_attention" if hasattr(config, "index_topk") else "full_attention"
+    num_layers, kinds = config.num_hidden_layers, [kind] * num_modules
     if body == "step3p5":
         kinds = config.mtp_layer_types or kinds
         config.mlp_layer_types = config.mtp_mlp_layer_types or ["dense"] * num_modules
@@ -184,6 +191,12 @@ def block_config(
     config.num_hidden_layers = num_modules
     if hasattr(config, "first_k_dense_replace"):
         config.first_k_dense_replace = 0  # the modules' MLPs are experts
+    if getattr(config, "mlp_layer_types", None) is not None and body != "step3p5":
+        config.mlp_layer_types = [
+            "dense" if index in dense else "sparse" for index in range(num_modules)
+        ]
+    if hasattr(config, "indexer_types"):
+        config.indexer_types = ["full"] * num_modules  # none is before a module to share with
     if hasattr(config, "decoder_sparse_step"):
         config.decoder_sparse_step, config.mlp_only_layers = 1, list(dense)
     if getattr(config, "layer_types", None) is not None:

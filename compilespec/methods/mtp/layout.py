@@ -36,7 +36,6 @@ _OF_THE_MODULE = ("enorm", "hnorm", "eh_proj", "norm", "lm_head", "embed_tokens"
 
 SCALE = "_scale_inv"  # suffix of the scales of block-wise FP8 weights
 FP8_BLOCK = (128, 128)
-INDEXER = ".self_attn.indexer."  # DeepSeek-V3.2's choice of positions; the block here is dense
 OTHER_QUANTISED = re.compile(
     r"(_blocks|_scales|\.qweight|\.qzeros|\.weight_packed|\.weight_scale|\.input_scale)$"
 )
@@ -92,14 +91,13 @@ def _canonical(index: int, rest: str) -> str:
 def canonical_tensors(
     tensors: Mapping[str, Tensor], raw: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Dequantise, drop tensors that a dense block does not read, and stack the experts.
+    """Dequantise, and stack the experts.
 
     Raises:
         NotSupported: a quantisation that is not block-wise FP8.
         CheckpointError: an expert lacks a matrix.
     """
-    known = {name: tensor for name, tensor in tensors.items() if INDEXER not in name}
-    return stack_experts(dequantise(known, raw, dtype))
+    return stack_experts(dequantise(tensors, raw, dtype))
 
 
 def dequantise(

@@ -8,7 +8,8 @@ from torch.nn import functional
 
 from compilespec.methods.mtp.config import MtpConfig, body_class
 from compilespec.methods.parts.weights import Weight
-from compilespec.tracing.attention import ATTENTION, register_attention
+from compilespec.tracing.attention import ATTENTION, MASKED, register_attention
+from compilespec.tracing.masks import traced_mask
 
 Rope = tuple[Tensor, Tensor]
 
@@ -63,8 +64,10 @@ class MtpStep(nn.Module):
             fused_BSD,
             position_ids=position_ids,
             position_embeddings=self.rotary(fused_BSD, position_ids, **self.rope_kind),
-            attention_mask=None,
+            attention_mask=_causal(fused_BSD) if self.config.chooses_keys else None,
         )
+        if isinstance(output_BSD, tuple):  # and the keys that it chose
+            output_BSD = output_BSD[0]
         head_input_BSD = self.norm(output_BSD)
         return head_input_BSD, head_input_BSD if self.config.hidden == "post_norm" else output_BSD
 
@@ -77,13 +80,23 @@ class MtpStep(nn.Module):
         return self.logits(head_input).argmax(dim=-1).to(torch.int32)
 
 
+def _causal(rows_BSD: Tensor) -> Tensor:
+    """The causal mask, bool [B, 1, S, S], which a block's indexer narrows."""
+    batch, length, _ = rows_BSD.shape
+    return traced_mask(batch, length, length, _is_before, rows_BSD.device)
+
+
+def _is_before(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return key <= query
+
+
 def build_steps(config: MtpConfig, num_steps: int, experts: str) -> nn.ModuleList:
     """`num_steps` modules on the meta device, their rotary frequencies real and on the CPU.
 
     Args:
         experts: transformers' implementation of the experts' products.
     """
-    config.block._attn_implementation = ATTENTION
+    config.block._attn_implementation = MASKED if config.chooses_keys else ATTENTION
     config.block._experts_implementation = experts
     with torch.device("cpu"):
         rotary = body_class(config.body, "RotaryEmbedding")(config.block)
