@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from torch.nn import functional
 import compilespec
 from compilespec import SamplingParams
 from compilespec.errors import CheckpointError, NotSupported
+from compilespec.inspect.verify import verify
 from compilespec.methods.mtp.load import load_drafter
 from compilespec.methods.mtp.random_modules import random_modules
 from compilespec.passes.splice.draft_loops import calls
@@ -132,9 +132,7 @@ class Module:
         }
         self.config, self.is_paired = self.model.config, family == "glm_moe_dsa"
 
-    def __call__(
-        self, ids: Tensor, positions: Tensor, hidden: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, ids: Tensor, positions: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         (ids_T,), (hidden_TD,) = ids, hidden
         embed_TD = self.model.get_input_embeddings().weight[ids_T]
         x = self.linear(
@@ -163,9 +161,7 @@ class Module:
         angle = positions_T.double()[:, None, None] * rate
         shape = (count, 2) if is_paired else (2, count)
         a, b = x_TNR.unflatten(-1, shape).unbind(-1 if is_paired else -2)
-        return torch.cat(
-            [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1
-        )
+        return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
     def attention(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
         """Latent attention of each token over the best keys of those up to it."""
@@ -328,13 +324,15 @@ def test_every_draft_is_the_described_one(published, method, k):
 
 def stale(step: Any, found: list[Any], owner: str, places: Any) -> int:
     """Steps of decoding do not write the indexer's keys."""
-    kept = torch.full_like(places.slot, -1) if step.is_decode else places.slot
+    with step.before(found[0]):
+        kept = torch.full_like(places.slot, -1) if step.is_decode else places.slot
     return cache_keys(step, found, owner, places._replace(slot=kept))
 
 
 def other_row(step: Any, found: list[Any], owner: str, places: Any) -> int:
     """The keys of another request decide."""
-    other = torch.where(places.row > 0, places.row - 1, places.row)
+    with step.before(found[0]):
+        other = torch.where(places.row > 0, places.row - 1, places.row)
     return cache_keys(step, found, owner, places._replace(row=other))
 
 
@@ -352,6 +350,19 @@ def test_a_fault_of_the_indexers_keys_shows(monkeypatch, published, fault):
 
 
 @pytest.mark.parametrize("published", ["glm_moe_dsa"], indirect=True)
+@pytest.mark.parametrize("method", [pytest.param("mtp", marks=pytest.mark.slow), "mtp_eagle"])
+def test_the_steps_are_those_of_the_references(published, method):
+    family, folder = published
+    program = compilespec.trace(
+        made(family)[0], method, draft=folder, num_draft_tokens=2, max_batch_size=2,
+        max_seq_len=40, max_prefill_tokens=16, keep_graphs=True,
+    )  # fmt: skip
+    report = verify(program, passes=["splice_draft_loop"], batch_sizes=[2])
+    assert not report.failed
+    assert any(check.pass_name == "splice_draft_loop" for check in report.checks)
+
+
+@pytest.mark.parametrize("published", ["glm_moe_dsa"], indirect=True)
 def test_what_does_not_go_with_an_indexer_is_refused(published, tmp_path):
     family, folder = published
     model, tensors = made(family)
@@ -362,14 +373,13 @@ def test_what_does_not_go_with_an_indexer_is_refused(published, tmp_path):
             compilespec.trace(target, spec, max_seq_len=MAX_SEQ_LEN, draft=draft, **options)
 
     refused("with kv_block_sizes= yet", model, "mtp_multi", kv_block_sizes=(8, 8, 8))
-    refused("does not go with draft_tree=", model, "mtp_eagle", draft_tree=[[0], [1], [0, 0]])
     refused("a drafter that chooses keys by an indexer", tiny_target("llama"), "mtp_eagle")
-    lost = dict(tensors)
-    del lost["model.layers.1.self_attn.indexer.wk.weight"]
-    save_file(lost, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(model.config.to_dict()))
-    with pytest.raises(CheckpointError, match=r"missing: .*block\.self_attn\.indexer\.wk"):
-        load_drafter(tmp_path, target_info(model, MAX_SEQ_LEN), {}, recycled=False)
+    for lost in ("self_attn.indexer.wk", "mlp.experts.2.up_proj"):
+        name = f"model.layers.1.{lost}.weight"
+        save_file({k: v for k, v in tensors.items() if k != name}, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=f"missing: .*{lost}"):
+            load_drafter(tmp_path, target_info(model, MAX_SEQ_LEN), {}, recycled=False)
 
 
 def follow(
