@@ -197,7 +197,7 @@ def block_config(
     config_class = getattr(module, f"{entry.prefix}TextConfig", None) or getattr(
         module, f"{entry.prefix}Config"
     )
-    fields = {key: value for key, value in raw.items() if key not in NOT_OF_THE_BLOCK}
+    fields = {key: _number(value) for key, value in raw.items() if key not in NOT_OF_THE_BLOCK}
     config = config_class(**fields)
     kinds = _layer_types(body, config, num_modules)
     sparse = ["dense" if index in dense else "sparse" for index in range(num_modules)]
@@ -223,6 +223,14 @@ def block_config(
     return config
 
 
+def _number(value: Any) -> Any:
+    """The value of a field; infinity as transformers writes it, inside lists too."""
+    if isinstance(value, list):
+        return [_number(one) for one in value]
+    is_tagged = isinstance(value, Mapping) and list(value) == ["__float__"]
+    return float(value["__float__"]) if is_tagged else value
+
+
 def _layer_types(body: str, config: Any, num_modules: int) -> list[str]:
     """The kinds of the modules' layers."""
     if body == "nemotron_h":
@@ -233,9 +241,8 @@ def _layer_types(body: str, config: Any, num_modules: int) -> list[str]:
                 "drafter's recurrent layers could not be rewound"
             )
         return kinds * num_modules
-    if body == "mimo_v2_flash":
-        return ["sliding_attention"] * num_modules
-    kind = "indexed_attention" if hasattr(config, "index_topk") else "full_attention"
+    kind = "sliding_attention" if body in ("mimo_v2_flash", "mellum") else "full_attention"
+    kind = "indexed_attention" if hasattr(config, "index_topk") else kind
     return getattr(config, "mtp_layer_types", None) or [kind] * num_modules
 
 

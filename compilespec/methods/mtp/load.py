@@ -104,9 +104,12 @@ def build(
 
 
 def experts_of(target: TargetInfo) -> str:
-    """transformers' implementation of the experts' products: the target's, else the default."""
+    """transformers' implementation of the experts' products: the target's, else the default.  That
+    of a target without experts may be "eager", a loop that no graph holds.
+    """
     usual = "batched_mm" if target.dtype == torch.float64 else "grouped_mm"
-    return getattr(target.config, "_experts_implementation", None) or usual
+    chosen = getattr(target.config, "_experts_implementation", None)
+    return usual if chosen in (None, "eager") else chosen
 
 
 def check_sizes(config: MtpConfig, target: TargetInfo) -> None:
