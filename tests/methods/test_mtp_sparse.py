@@ -394,7 +394,6 @@ def test_a_fault_of_the_indexers_keys_shows(monkeypatch, published, fault):
 
 @pytest.mark.parametrize("published", ["glm_moe_dsa"], indirect=True)
 @pytest.mark.parametrize("method", ["mtp", "mtp_eagle"])
-@pytest.mark.slow
 def test_the_steps_are_those_of_the_references(published, method):
     family, folder = published
     program = compilespec.trace(

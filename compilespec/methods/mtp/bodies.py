@@ -170,7 +170,7 @@ class Stack(nn.Module):
 class PlainBlock(nn.Module):
     """The parts of a decoder layer, each added to one residual stream."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: Any) -> None:
         super().__init__()
         self.input_layernorm, self.self_attn = layer.input_layernorm, layer.self_attn
         self.post_attention_layernorm, self.mlp = layer.post_attention_layernorm, layer.mlp
@@ -247,7 +247,7 @@ def _layer_types(body: str, config: Any, num_modules: int) -> list[str]:
 
 
 def _set_step(config: Any, raw: Mapping[str, Any], kinds: Sequence[str]) -> None:
-    """What Step-3.5 says of each layer."""
+    """Set the fields that Step-3.5 gives each layer."""
     config.per_layer_config = {
         index: {"num_attention_heads": config.num_sliding_attention_heads}
         for index, kind in enumerate(kinds)

@@ -13,7 +13,7 @@ from compilespec.ops.sample import draw_reference, layout
 from compilespec.ops.sample.probabilities import draw_weighted_reference
 from compilespec.passes.context import PassContext
 from compilespec.passes.references.adapters import changed_alike
-from compilespec.passes.references.base import Attention, AttentionCall, Case, Mixers, Tokens
+from compilespec.passes.references.base import Attention, AttentionCall, Case, Tokens
 from compilespec.passes.references.evidence import confidence_of_chances, confidence_of_match
 from compilespec.passes.references.fragments import products, run_fragment
 from compilespec.passes.references.grown_trees import (
@@ -75,7 +75,7 @@ class Drafts:
         with `progress` its recurrent layers read and write their states.  `sights`: what the tokens
         see, one for each layer or one for all.
         """
-        mixers: Mixers = {}
+        mixers: dict[str, Attention] = {}
         if tokens is not None:
             attention = self._attention(tokens, owner, sights)
             table = self.case.inputs["block_table_RM"]
