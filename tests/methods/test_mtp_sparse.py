@@ -35,6 +35,7 @@ from tests.support.models import (
     ask_all,
     assert_nothing_held,
     poison,
+    run_traffic,
     target_info,
     tiny_target,
 )
@@ -363,6 +364,20 @@ def test_every_draft_is_the_described_one(published, method, k):
         assert engine.stats().num_cached_tokens == before + 16  # a block
         assert 1.1 < engine.stats().acceptance_length < k + 0.9
         assert engine.stats().num_recompiles == 0
+
+
+def test_a_draft_model_with_an_indexer_drafts_what_it_would_say():
+    """The target as its own draft model: every draft is right while its indexer's keys are."""
+    model, asks = made("deepseek_v32")[0], asked("deepseek_v32")
+    with compilespec.compile(
+        model, "draft_model", draft=model, num_draft_tokens=2, **OPTIONS
+    ) as engine:
+        poison(engine)
+        for request, ask in zip(run_traffic(engine, asks, (1, 3, 2)), asks, strict=True):
+            assert request.output_token_ids == list(ask.tokens)
+            assert set(request.emitted_per_step[:-1]) <= {3}
+        assert_nothing_held(engine)
+        assert engine.stats().num_preemptions > 0
 
 
 def stale(step: Any, found: list[Any], owner: str, places: Any) -> int:
