@@ -2,6 +2,8 @@
 
 A body is the model type of config.json.  What a family's block has beside a plain layer (several
 layers a module, none of the target's hyper-connections) belongs to its entry here.
+
+Source: vLLM's and SGLang's loaders of these modules; PaddlePaddle's own for ERNIE.
 """
 
 from __future__ import annotations
