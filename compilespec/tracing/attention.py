@@ -98,7 +98,7 @@ def register_attention() -> None:
 
 
 @contextlib.contextmanager
-def _registered(name: str) -> Iterator[None]:
+def registered_as(name: str) -> Iterator[None]:
     """The same under another name too, for a while."""
     from transformers import AttentionInterface
 
@@ -129,7 +129,7 @@ def marked_attention(model: nn.Module, name: str = ATTENTION) -> Iterator[bool]:
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}
     before = {key: config._attn_implementation for key, config in configs.items()}
     try:
-        with _registered(name), marked_recurrence(model), traced_selections(model):
+        with registered_as(name), marked_recurrence(model), traced_selections(model):
             for config in configs.values():  # the marker serves models that have no sdpa, too
                 config._attn_implementation = name
             yield True

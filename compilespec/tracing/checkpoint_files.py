@@ -37,6 +37,8 @@ LAYER = re.compile(r"^(?:model\.)?(?:language_model\.)?layers\.(\d+)\.(.+)$")
 MTP_LAYER = re.compile(r"^(?:model\.)?mtp_layers\.(\d+)\.(.+)$")
 MTP = re.compile(r"^(?:model\.)?(?:language_model\.)?mtp\.(?:layers\.(\d+)\.)?(.+)$")
 
+ERNIE_MTP = re.compile(r"^(?:model\.)?mtp_(emb_norm|hidden_norm|linear_proj|block)\.(\d+)\.(.+)$")
+
 LFS_POINTER = b"version https://git-lfs."
 MAX_LISTED = 8  # names of one kind in a message
 
@@ -153,7 +155,7 @@ def drop_mtp(names: Iterable[str]) -> list[str]:
     return [
         name
         for name in names
-        if not (MTP.match(name) or MTP_LAYER.match(name))
+        if not (MTP.match(name) or MTP_LAYER.match(name) or ERNIE_MTP.match(name))
         and not ((match := LAYER.match(name)) and int(match[1]) in layers)
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import cast
 
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from compilespec.methods.mtp.config import MtpConfig
 from compilespec.methods.mtp.module import MtpStep
 from compilespec.methods.recycled import RecycledDrafter
 from compilespec.program import ProgramConfig, Traced
+from compilespec.tracing.attention import MASKED, registered_as
+from compilespec.tracing.masks import read_masks
 from compilespec.tracing.target_info import TargetInfo
 
 
@@ -39,8 +42,14 @@ class MtpDrafter(RecycledDrafter):
 
     def capture(self, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
         """Trace the calls that its kind of draft loop needs."""
-        if self.recycled:
-            return super().capture(config, info)
+        with registered_as(MASKED) if self.config.chooses_keys else contextlib.nullcontext():
+            calls = super().capture(config, info) if self.recycled else self._windowed(config, info)
+        for traced in {id(call): call for call in calls.values()}.values():
+            if traced.num_attention_layers and self.config.chooses_keys:
+                read_masks(traced, self)
+        return calls
+
+    def _windowed(self, config: ProgramConfig, info: TargetInfo) -> dict[str, Traced]:
         return capture_windowed(self, config, info)
 
     def combine(self, aux: Tensor) -> Tensor:

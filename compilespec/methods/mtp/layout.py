@@ -5,6 +5,7 @@ The layout is recognised by content: `speculators_model_type`, then the names of
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 
 from compilespec.errors import CheckpointError, NotSupported
-from compilespec.tracing.checkpoint_files import LAYER, MTP, MTP_LAYER, mtp_layers
+from compilespec.methods.mtp.bodies import BODIES, name_in_block
+from compilespec.tracing.checkpoint_files import ERNIE_MTP, LAYER, MTP, MTP_LAYER, mtp_layers
 
-Layout = Literal["deepseek", "step", "mimo", "qwen3_next", "speculators"]
+Layout = Literal["deepseek", "step", "mimo", "qwen3_next", "ernie", "speculators"]
 
 _INSIDE = re.compile(r"^(?:transformer|mtp_block)\.")
 
@@ -31,12 +33,15 @@ _RENAMED: dict[str, str] = {
     "fc": "eh_proj",
     "pre_fc_norm_embedding": "enorm",
     "pre_fc_norm_hidden": "hnorm",
+    "emb_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "linear_proj": "eh_proj",
 }
+LAST_NORM = "model.norm.weight"  # of the target, which ERNIE's modules have before the head
 _OF_THE_MODULE = ("enorm", "hnorm", "eh_proj", "norm", "lm_head", "embed_tokens")
 
 SCALE = "_scale_inv"  # suffix of the scales of block-wise FP8 weights
 FP8_BLOCK = (128, 128)
-INDEXER = ".self_attn.indexer."  # DeepSeek-V3.2's choice of positions; the block here is dense
 OTHER_QUANTISED = re.compile(
     r"(_blocks|_scales|\.qweight|\.qzeros|\.weight_packed|\.weight_scale|\.input_scale)$"
 )
@@ -51,13 +56,19 @@ def layout_of(raw: Mapping[str, Any], modules: Iterable[str]) -> Layout:
             raise CheckpointError(f"speculators_model_type is {kind!r}, expected 'mtp'")
         return "speculators"
     names = list(modules)
-    if any(MTP.match(name) for name in names):
+    if any(ERNIE_MTP.match(name) for name in names):
+        return "ernie"
+    if _any_starts(MTP, names, "fc."):
         return "qwen3_next"
-    if any(MTP_LAYER.match(name) for name in names):
+    if _any_starts(MTP_LAYER, names, "input_proj."):
         return "mimo"
     own_head = any(name.endswith("shared_head.output.weight") for name in names)
     step = own_head or str(raw.get("model_type", "")).startswith("step3")
     return "step" if step else "deepseek"
+
+
+def _any_starts(pattern: re.Pattern[str], names: Iterable[str], start: str) -> bool:
+    return any((match := pattern.match(name)) and match[2].startswith(start) for name in names)
 
 
 def module_names(raw: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
@@ -66,40 +77,72 @@ def module_names(raw: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]
     DeepSeek's layout numbers the modules after the target's layers; they are recognised by their
     enorm.  Tensors that Qwen3-Next keeps once for all layers (fc and norms) are given to module 0.
     """
-    names = list(names)
+    names, body = list(names), body_of(raw)
     number = {layer: index for index, layer in enumerate(mtp_layers(names))}
+    firsts = _first_layers(names)
     renamed: dict[str, str] = {}
     for name in names:
         if (match := LAYER.match(name)) and int(match[1]) in number:
-            renamed[name] = _canonical(number[int(match[1])], match[2])
+            index, rest = number[int(match[1])], match[2]
         elif match := MTP_LAYER.match(name):
-            renamed[name] = _canonical(int(match[1]), match[2])
+            index, rest = int(match[1]), match[2]
+        elif match := ERNIE_MTP.match(name):
+            stem = "" if match[1] == "block" else f"{match[1]}."
+            index, rest = int(match[2]), stem + match[3]
         elif match := MTP.match(name):
-            of_block = match[1] is not None
-            rest = f"block.{match[2]}" if of_block else _canonical(0, match[2]).split(".", 2)[2]
-            renamed[name] = f"steps.{int(match[1] or 0)}.{rest}"
+            index, rest = _place(match, firsts)
+        else:
+            continue
+        if body not in BODIES or not re.match(BODIES[body].dropped, rest):
+            renamed[name] = _canonical(body, index, rest)
+    if LAST_NORM in names and any(map(ERNIE_MTP.match, names)):
+        renamed[LAST_NORM] = "steps.0.norm.weight"
     return renamed
 
 
-def _canonical(index: int, rest: str) -> str:
+def body_of(raw: Mapping[str, Any]) -> str:
+    """The model type of the decoder layer."""
+    key = "transformer_layer_config" if "speculators_model_type" in raw else "text_config"
+    return str((raw.get(key) or raw).get("model_type"))
+
+
+def _first_layers(names: Iterable[str]) -> list[int]:
+    """The first layer of each module, where a module is several of Nemotron-H's layers."""
+    found = [match for match in map(MTP.match, names) if match and match[1]]
+    if not any(match[2].startswith("mixer.") for match in found):
+        return []
+    return sorted({int(match[1]) for match in found if match[2].startswith("eh_proj.")})
+
+
+def _place(match: re.Match[str], firsts: list[int]) -> tuple[int, str]:
+    """Module and inner name of a tensor of `mtp.*`; what belongs to no layer is module 0's."""
+    if match[1] is None or not firsts:
+        return int(match[1] or 0), match[2]
+    layer, rest = int(match[1]), match[2]
+    index = max(bisect.bisect_right(firsts, layer) - 1, 0)
+    if rest.partition(".")[0] in ("enorm", "hnorm", "eh_proj", "final_layernorm"):
+        return index, rest
+    return index, f"layers.{layer - firsts[index]}.{rest}"
+
+
+def _canonical(body: str, index: int, rest: str) -> str:
     rest = _INSIDE.sub("", rest)
     stem, _, kind = rest.rpartition(".")
     stem = _RENAMED.get(stem, stem)
-    inner = f"{stem}.{kind}" if stem in _OF_THE_MODULE else f"block.{rest}"
-    return f"steps.{index}.{inner}"
+    own = stem in _OF_THE_MODULE
+    return f"steps.{index}." + (f"{stem}.{kind}" if own else f"block.{name_in_block(body, rest)}")
 
 
 def canonical_tensors(
     tensors: Mapping[str, Tensor], raw: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Dequantise, drop tensors that a dense block does not read, and stack the experts.
+    """Dequantise, and stack the experts.
 
     Raises:
         NotSupported: a quantisation that is not block-wise FP8.
         CheckpointError: an expert lacks a matrix.
     """
-    known = {name: tensor for name, tensor in tensors.items() if INDEXER not in name}
-    return stack_experts(dequantise(known, raw, dtype))
+    return stack_experts(dequantise(tensors, raw, dtype))
 
 
 def dequantise(
@@ -144,7 +187,8 @@ def _unscale(name: str, tensor: Tensor, scale: Tensor, block: tuple[int, ...]) -
 
 
 def stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Stack the published matrices per expert into transformers' gate_up_proj and down_proj.
+    """Stack the published matrices per expert into transformers' gate_up_proj and down_proj, or
+    up_proj and down_proj of experts without gates.
 
     Raises:
         CheckpointError: an expert lacks a matrix.
@@ -159,16 +203,18 @@ def stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             experts.setdefault(match[1], {})[int(match[2]), match[3]] = tensor
     for prefix, parts in experts.items():
         numbers = range(1 + max(number for number, _ in parts))
+        gated = any(kind == "gate" for _, kind in parts)
         missing = [
             f"{prefix}.{number}.{kind}_proj.weight"
             for number in numbers
-            for kind in ("gate", "up", "down")
+            for kind in ("gate", "up", "down")[not gated :]
             if (number, kind) not in parts
         ]
         if missing:
             raise CheckpointError(f"missing: {', '.join(missing[:8])}; copy the checkpoint again")
-        stacked[f"{prefix}.gate_up_proj"] = torch.stack(
-            [torch.cat([parts[number, "gate"], parts[number, "up"]]) for number in numbers]
-        )
+        first = [parts[number, "up"] for number in numbers]
+        if gated:
+            first = [torch.cat([parts[n, "gate"], parts[n, "up"]]) for n in numbers]
+        stacked[f"{prefix}.{'gate_up' if gated else 'up'}_proj"] = torch.stack(first)
         stacked[f"{prefix}.down_proj"] = torch.stack([parts[n, "down"] for n in numbers])
     return stacked

@@ -58,7 +58,7 @@ def load_drafter(
     kept = {old: new for old, new in renamed.items() if not recycled or new.startswith("steps.0.")}
     tensors = read_tensors(draft, only=kept)
     named = {new: tensors[old] for old, new in kept.items()}
-    _share_qwen_parts(config, named, 1 if recycled else config.num_modules)
+    _share_parts(config, named, 1 if recycled else config.num_modules)
     drafter = build(
         config, canonical_tensors(named, raw, target.dtype), target, recycled=recycled, chain=chain,
         source=str(draft),
@@ -94,7 +94,8 @@ def build(
     load_strict(drafter, complete, source=source)
     drafter.requires_grad_(False).eval()
     for step in drafter.steps:
-        step.rotary.to(target.device)
+        if step.rotary is not None:
+            step.rotary.to(target.device)
     for name, tensor in shared.items():
         holder = drafter.get_submodule(name.removesuffix(".weight"))
         assert isinstance(holder, Weight)
@@ -103,9 +104,12 @@ def build(
 
 
 def experts_of(target: TargetInfo) -> str:
-    """transformers' implementation of the experts' products: the target's, else the default."""
+    """transformers' implementation of the experts' products: the target's, else the default.  That
+    of a target without experts may be "eager", a loop that no graph holds.
+    """
     usual = "batched_mm" if target.dtype == torch.float64 else "grouped_mm"
-    return getattr(target.config, "_experts_implementation", None) or usual
+    chosen = getattr(target.config, "_experts_implementation", None)
+    return usual if chosen in (None, "eager") else chosen
 
 
 def check_sizes(config: MtpConfig, target: TargetInfo) -> None:
@@ -153,11 +157,15 @@ def _adopt(
     )  # fmt: skip
 
 
-def _share_qwen_parts(config: MtpConfig, named: dict[str, Tensor], num_steps: int) -> None:
-    """Give every module the fc and norms that Qwen3-Next keeps once for all layers."""
-    if config.layout != "qwen3_next":
+def _share_parts(config: MtpConfig, named: dict[str, Tensor], num_steps: int) -> None:
+    """Give every module the fc and norms that Qwen3-Next keeps once for all layers, and the
+    target's last norm in ERNIE's.
+    """
+    if config.layout not in ("qwen3_next", "ernie"):
         return
     once = [name for name in named if name.startswith("steps.0.") and ".block." not in name]
+    if config.layout == "ernie":
+        once = ["steps.0.norm.weight"] if "steps.0.norm.weight" in named else []
     for index in range(1, num_steps):
         for name in once:
             named.setdefault(name.replace("steps.0.", f"steps.{index}.", 1), named[name])

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from compilespec.methods.mtp.config import MtpConfig, body_class
+from compilespec.methods.mtp.bodies import BODIES, body_class, make_block
+from compilespec.methods.mtp.config import MtpConfig
 from compilespec.methods.parts.weights import Weight
-from compilespec.tracing.attention import ATTENTION, register_attention
+from compilespec.tracing.attention import ATTENTION, MASKED, register_attention
+from compilespec.tracing.masks import traced_mask
 
 Rope = tuple[Tensor, Tensor]
 
@@ -24,18 +26,20 @@ class MtpStep(nn.Module):
     Source: DeepSeek-V3 report, section 2.2; the variants as in vLLM, SGLang and transformers.
     """
 
-    def __init__(self, config: MtpConfig, index: int, rotary: nn.Module) -> None:
+    def __init__(self, config: MtpConfig, index: int, rotary: nn.Module | None) -> None:
         super().__init__()
         register_attention()
         self.config, width = config, config.hidden_size
-        norm, eps = body_class(config.body, "RMSNorm"), config.block.rms_norm_eps
+        norm = body_class(config.body, "RMSNorm")
+        eps = getattr(config.block, BODIES[config.body].eps)
         self.enorm, self.hnorm = norm(width, eps=eps), norm(width, eps=eps)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
-        self.block = body_class(config.body, "DecoderLayer")(config.block, index)
+        self.block = make_block(config.body, config.block, index)
         self.norm = norm(width, eps=eps)
         self.rotary = rotary
         kinds = getattr(config.block, "layer_types", None)
-        by_kind = any(isinstance(value, dict) for value in config.block.rope_parameters.values())
+        rope = config.block.rope_parameters if rotary is not None else {}
+        by_kind = any(isinstance(value, dict) for value in rope.values())
         self.rope_kind = {"layer_type": kinds[index]} if kinds and by_kind else {}
         self.embed_tokens = Weight(config.vocab_size, width)
         self.lm_head = Weight(config.vocab_size, width)
@@ -59,12 +63,18 @@ class MtpStep(nn.Module):
         if self.config.hidden_first:
             parts.reverse()
         fused_BSD = self.eh_proj(torch.cat(parts, dim=-1))
+        rope = {}
+        if self.rotary is not None:
+            rotated = self.rotary(fused_BSD, position_ids, **self.rope_kind)
+            rope = {"position_embeddings": rotated}
         output_BSD = self.block(
             fused_BSD,
             position_ids=position_ids,
-            position_embeddings=self.rotary(fused_BSD, position_ids, **self.rope_kind),
-            attention_mask=None,
+            **rope,
+            attention_mask=_causal(fused_BSD) if self.config.chooses_keys else None,
         )
+        if isinstance(output_BSD, tuple):  # and the keys that it chose
+            output_BSD = output_BSD[0]
         head_input_BSD = self.norm(output_BSD)
         return head_input_BSD, head_input_BSD if self.config.hidden == "post_norm" else output_BSD
 
@@ -77,15 +87,27 @@ class MtpStep(nn.Module):
         return self.logits(head_input).argmax(dim=-1).to(torch.int32)
 
 
+def _causal(rows_BSD: Tensor) -> Tensor:
+    """The causal mask, bool [B, 1, S, S], which a block's indexer narrows."""
+    batch, length, _ = rows_BSD.shape
+    return traced_mask(batch, length, length, _is_before, rows_BSD.device)
+
+
+def _is_before(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return key <= query
+
+
 def build_steps(config: MtpConfig, num_steps: int, experts: str) -> nn.ModuleList:
     """`num_steps` modules on the meta device, their rotary frequencies real and on the CPU.
 
     Args:
         experts: transformers' implementation of the experts' products.
     """
-    config.block._attn_implementation = ATTENTION
+    config.block._attn_implementation = MASKED if config.chooses_keys else ATTENTION
     config.block._experts_implementation = experts
-    with torch.device("cpu"):
-        rotary = body_class(config.body, "RotaryEmbedding")(config.block)
+    rotary = None
+    if BODIES[config.body].has_rope:
+        with torch.device("cpu"):
+            rotary = body_class(config.body, "RotaryEmbedding")(config.block)
     with torch.device("meta"):
         return nn.ModuleList(MtpStep(config, index, rotary) for index in range(num_steps))

@@ -9,7 +9,8 @@ import torch
 from compilespec.errors import InvalidOption
 from compilespec.errors.suggest import not_one_of
 from compilespec.methods.capabilities import Chain
-from compilespec.methods.mtp.config import BODIES, Hidden, MtpConfig, block_config
+from compilespec.methods.mtp.bodies import BODIES, block_config
+from compilespec.methods.mtp.config import Hidden, MtpConfig
 from compilespec.methods.mtp.drafter import MtpDrafter
 from compilespec.methods.mtp.layout import Layout
 from compilespec.methods.mtp.load import build, check_sizes, experts_of

@@ -102,8 +102,8 @@ def masked_attention_reference(
 
 
 def _blocks(row_BS: Tensor, block_table_RM: Tensor) -> Tensor:
-    """The blocks of each request, int64 [B, M]; of its first token's row, arbitrary without one."""
-    row_B = row_BS[:, 0].clamp(min=0).long()
+    """The blocks of each request, int64 [B, M]; arbitrary where none of its tokens has a row."""
+    row_B = row_BS.amax(1).clamp(min=0).long()
     return block_table_RM[row_B].clamp(min=0).long()
 
 

@@ -22,8 +22,9 @@ def mask_parts(
     config: ProgramConfig,
     tokens: Tokens,
     block_table_RM: Tensor,
+    owner: str = "target",
 ) -> Mixers:
-    """The markers `cached`, which writes to the i-th of `caches`, and `all_positions`.
+    """The markers `cached`, which writes to the i-th of `owner`'s `caches`, and `all_positions`.
 
     Tokens of an entry of the batch are of one request; what nobody has written is 0.
     """
@@ -33,17 +34,21 @@ def mask_parts(
         return torch.arange(length, device=block_table_RM.device)
 
     return {
-        "cached": _cached(caches, tokens, block_table_RM, length),
+        "cached": _cached(caches, tokens, block_table_RM, length, f"cache.{owner}.mask."),
         "all_positions": positions,
     }
 
 
 def _cached(
-    caches: Mapping[str, Tensor], tokens: Tokens, block_table_RM: Tensor, length: int
+    caches: Mapping[str, Tensor],
+    tokens: Tokens,
+    block_table_RM: Tensor,
+    length: int,
+    prefix: str,
 ) -> Attention:
     def read(index: int, args: tuple[Any, ...]) -> Tensor:
         x, dim = args
-        cache = caches[f"{MASK_CACHES}{index}"]
+        cache = caches[f"{prefix}{index}"]
         cells, block_size = cache.flatten(0, 1), cache.shape[1]
         new = x.movedim(dim, 1)
         for b, slots in enumerate(tokens.slot.tolist()):

@@ -97,7 +97,7 @@ def page_markers(
                 extra = _extra(node, marker, at.position, width, branches, sights)
                 paged = _PAGED(*parts, *at, *marker[3:7], *extra)
             else:
-                _refuse_beside_masks(node, owner, branches is not None or sights is not None)
+                _refuse_beside_masks(node, branches or sights or block_size)
                 paged = _MASKED(*parts, *at, *_under_mask(marker, width))
         step.take_place(node, paged)
     return len(markers)
@@ -140,12 +140,14 @@ def _under_mask(marker: _Marker, value_dim: int) -> tuple[Any, ...]:
     return marker.scale, marker.softcap, marker.sinks, value_dim, marker.mask
 
 
-def _refuse_beside_masks(node: fx.Node, owner: str, has_other_keys: bool) -> None:
-    """Raises: NotSupported where tokens see other keys than those of the cache before them."""
-    if owner != "target" or has_other_keys:
+def _refuse_beside_masks(node: fx.Node, other_keys: object) -> None:
+    """Raises: NotSupported where tokens see other keys than those before them, in the blocks of the
+    program.
+    """
+    if other_keys is not None:
         raise NotSupported(
             f"attention under a mask that the model computes ({module_path(node)}) does not go "
-            "with draft_tree=, with images or in a drafter yet: leave them out"
+            "with draft_tree=, with images or with kv_block_sizes= yet: leave them out"
         )
 
 

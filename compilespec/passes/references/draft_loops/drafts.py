@@ -25,10 +25,12 @@ from compilespec.passes.references.grown_trees import (
     rank_tokens,
     scored_tokens,
 )
+from compilespec.passes.references.kept_masks import mask_parts
 from compilespec.passes.references.placement import place_chain, place_tokens
 from compilespec.passes.references.recurrent_state import RequestProgress, recurrent_operators
 from compilespec.passes.splice.kv_groups import KVGroup
 from compilespec.passes.splice.sampling import wide_dtype
+from compilespec.program import MASK_PLACE
 from compilespec.tracing.capture import output_widths
 
 
@@ -73,7 +75,12 @@ class Drafts:
         with `progress` its recurrent layers read and write their states.  `sights`: what the tokens
         see, one for each layer or one for all.
         """
-        mixers = {} if tokens is None else {"attention": self._attention(tokens, owner, sights)}
+        mixers: dict[str, Attention] = {}
+        if tokens is not None:
+            attention = self._attention(tokens, owner, sights)
+            table = self.case.inputs["block_table_RM"]
+            masks = mask_parts(self.buffers, self.config, tokens, table, owner)
+            mixers = {"attention": attention, **masks}
         if tokens is not None and progress is not None:
             numbers = self.ctx.drafter.target_layers
             mixers |= recurrent_operators(self.buffers, owner, tokens, progress, numbers)
@@ -271,12 +278,19 @@ class Drafts:
             placed, table = self._grouped(tokens, owner, window=int(options[1]))
             self.calls.append(AttentionCall(cache=names[0], tokens=placed, key=key))
             key_cache, value_cache = self.buffers[names[0]], self.buffers.get(names[1])
-            result: Tensor = torch.ops.compilespec.paged_attention(
+            parts = (
                 query, key, None if value_cache is None else value, key_cache, value_cache,
-                placed.slot, placed.row, placed.position, table, *options, value.shape[3],
-                *sight,
+                placed.slot, placed.row, placed.position, table,
             )  # fmt: skip
-            return result
+            width = value.shape[3]
+            if len(args) > MASK_PLACE:
+                scale, _, softcap, sinks, _, mask = options
+                masked: Tensor = torch.ops.compilespec.masked_attention(
+                    *parts, scale, softcap, sinks, width, mask
+                )
+                return masked
+            paged: Tensor = torch.ops.compilespec.paged_attention(*parts, *options, width, *sight)
+            return paged
 
         return attend
 

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from compilespec.errors import NotSupported
 from compilespec.passes.splice.builder import Splice
+from compilespec.passes.splice.insert_cached_keys import cache_keys
 from compilespec.passes.splice.insert_paged_attention import Branches, page_markers
 from compilespec.passes.splice.places import Places, place_rows, requests
 from compilespec.passes.splice.rows import take_newest
@@ -28,6 +30,9 @@ def run(
 ) -> tuple[Tensor, ...]:
     """Splice one pass of the drafter, at these places, over its caches; see `page_markers`."""
     outputs = step.fragment(call, position_ids=places.position, **arguments)
+    if kept := markers(step.gm, "cached", "all_positions"):
+        _check_prefills(step)
+        cache_keys(step, kept, caches, places)
     page_markers(
         step,
         markers(step.gm),
@@ -38,6 +43,17 @@ def run(
         branches=branches,
     )
     return outputs
+
+
+def _check_prefills(step: Splice) -> None:
+    """Raises: NotSupported where a prefill call holds tokens of several requests, of which a mask
+    over cached keys can serve one.
+    """
+    if not step.config.prefills_one:
+        raise NotSupported(
+            "a drafter that chooses keys by an indexer needs a target that does: give the drafter "
+            "of another target"
+        )
 
 
 def propose(
