@@ -17,6 +17,7 @@ _OTHER_LOOPS = {
     "_assisted_decoding": "assisted generation by transformers is not served: the engine drafts "
     "itself, by attach(model, spec=, draft=)",
 }
+_READ = {"attention_mask", "position_ids", "past_key_values"}
 # Prepared by transformers for its own loop, or for its criteria, and without an effect on tokens.
 _HARMLESS = {
     "use_cache", "logits_to_keep", "cache_position", "output_hidden_states", "output_attentions",
@@ -61,12 +62,12 @@ class Call:
     ) -> Call:
         """Read a call.  Raises: NotSupported, InvalidRequest, which name what does not fit."""
         _check_config(model, generation_config, synced_gpus)
-        mask = _read_mask(input_ids, model_kwargs.pop("attention_mask", None))
-        _check_positions(mask, model_kwargs.pop("position_ids", None))
-        _check_cache(model_kwargs.pop("past_key_values", None))
         for name, value in model_kwargs.items():
-            if value is not None and name not in _HARMLESS:
+            if value is not None and name not in _HARMLESS and name not in _READ:
                 raise NotSupported(f"generate: {name} is not read; prompts are token ids here")
+        mask = _read_mask(input_ids, model_kwargs.get("attention_mask"))
+        _check_positions(mask, model_kwargs.get("position_ids"))
+        _check_cache(model_kwargs.get("past_key_values"))
         limits = [c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria]
         if not limits:
             raise InvalidRequest("generate: no length ends the rows; give max_new_tokens")
