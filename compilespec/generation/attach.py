@@ -36,11 +36,12 @@ def attach(
 
     Greedy tokens are those of transformers, except where two tokens are nearly as probable and the
     order of a sum decides.  Sampled ones follow the same distribution; their seeds come from
-    torch's generator, so `torch.manual_seed` repeats them.  Logits processors and stopping criteria
-    are called with one row at a time, the former for drafts too: what they return must depend on
-    their arguments alone.  A second engine, with `host_processors=True`, is compiled when a call
-    first has a processor that the step does not have itself.  Weights that changed in place since
-    the last call are taken over (`Engine.update_weights`); writes through `.data` are not seen.
+    torch's generator, so `torch.manual_seed` repeats them.  Logits processors are called with one
+    row at a time, and for drafts too: what they return must depend on their arguments alone.
+    Stopping criteria are called with all rows after every token, as in transformers.  A second
+    engine, with `host_processors=True`, is compiled when a call first has a processor that the step
+    does not have itself.  Weights that changed in place since the last call are taken over
+    (`Engine.update_weights`); writes through `.data` are not seen.
 
     Of a model of PEFT each call uses the LoRA adapter that is active then; adapters that are
     trained, chosen or disabled in between compile nothing.
