@@ -17,6 +17,11 @@ from torch import Tensor, nn
 from compilespec.errors import InvalidOption, NotSupported
 from compilespec.generation.call import Call, check_mode
 from compilespec.generation.loop import generate_rows
+from compilespec.generation.module_state import (
+    check_computes_as_compiled,
+    form_of,
+    weights_of,
+)
 from compilespec.generation.peft_models import HeldAdapters, inner_model
 from compilespec.generation.records import with_records
 from compilespec.generation.translate import translate
@@ -163,8 +168,8 @@ class Engines:
 
     def engine(self, model: Any, held: HeldAdapters, *, with_host_processors: bool) -> Engine:
         """The engine for a call, with the model's weights and adapter of now."""
-        _check_dropout(model)
-        form = (_form(held.bare), held.ranks)
+        check_computes_as_compiled(model)
+        form = (form_of(held.bare), held.ranks)
         if self.started and form != self._form:
             logger.info("the model has another dtype, device or attention: compiling it again")
             self.close()
@@ -176,9 +181,9 @@ class Engines:
                 self.started[kind] = compile(
                     held.bare, self.spec, draft=self.draft, **_with_room(keywords, held)
                 )
-        elif _weights(held.bare) != self._seen[kind]:
+        elif weights_of(held.bare) != self._seen[kind]:
             self.started[kind].update_weights(held.bare)
-        self._seen[kind] = _weights(held.bare)  # starts and updates write, too
+        self._seen[kind] = weights_of(held.bare)  # starts and updates write, too
         return self.started[kind]
 
     def _load(self, engine: Engine, held: HeldAdapters) -> str | None:
@@ -258,14 +263,7 @@ def _checked(model: Any) -> Any:
         raise InvalidOption(
             f"attach: expected a causal language model of transformers, got {type(model).__name__}"
         )
-    model = inner_model(model)
-    if hasattr(model, "_original_forward") or hasattr(model, "_hf_hook"):
-        raise NotSupported(
-            "attach: Accelerate changed the model's forward (mixed precision, or weights that it "
-            "moves); give accelerator.unwrap_model(model, keep_fp32_wrapper=False), or load the "
-            "model without device_map="
-        )
-    return model
+    return inner_model(model)
 
 
 def _with_room(keywords: dict[str, Any], held: HeldAdapters) -> dict[str, Any]:
@@ -279,29 +277,3 @@ def _with_room(keywords: dict[str, Any], held: HeldAdapters) -> dict[str, Any]:
     if "adapters" in keywords:
         raise InvalidOption("attach: the model has PEFT's adapters; leave adapters= out")
     return {**keywords, "adapters": {_ADAPTER: room}}
-
-
-def _form(model: Any) -> tuple[Any, ...]:
-    """Dtypes, devices and attention of a module, which a compiled program has fixed."""
-    tensors = tuple((t.dtype, t.device) for t in model.parameters())
-    return tensors, getattr(model.config, "_attn_implementation", None)
-
-
-def _weights(model: Any) -> list[tuple[int, int]]:
-    """Changes when a parameter or a buffer is written in place, or replaced."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
-
-
-def _check_dropout(model: Any) -> None:
-    """Refuse a training model whose tokens its dropout would change."""
-    if not model.training:
-        return
-    for name, module in model.named_modules():
-        rates = [getattr(module, "p", 0)] if "Dropout" in type(module).__name__ else []
-        rates += [getattr(module, key, 0) for key in ("attention_dropout", "dropout")]
-        if any(isinstance(rate, float) and rate > 0 for rate in rates):
-            raise NotSupported(
-                f"generate: {name} drops values at random, because the model is in training mode; "
-                "call model.eval()"
-            )

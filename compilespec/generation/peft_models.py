@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from compilespec.errors import NotSupported
+from compilespec.generation.module_state import version_of
 from compilespec.tracing.adapter_files import Adapter, LowRank, check_kind
 from compilespec.tracing.copies import shallow_copy
 
@@ -53,6 +54,8 @@ class HeldAdapters:
         bare = shallow_copy(model) if layers else model
         for path, layer in layers.items():
             bare.set_submodule(path, layer.base_layer)
+        if layers:
+            _leave_own_forward(bare)
         return cls(bare=bare, layers=layers)
 
     @property
@@ -106,7 +109,7 @@ class HeldAdapters:
             (
                 path,
                 layer.scaling[name],
-                [(m.data_ptr(), m._version) for m in self._pair(path, name)],
+                [version_of(matrix) for matrix in self._pair(path, name)],
             )
             for path, layer in self.layers.items()
             if name in layer.lora_A
@@ -124,6 +127,20 @@ class HeldAdapters:
     def _pair(self, path: str, name: str) -> tuple[Tensor, Tensor]:
         layer = self.layers[path]
         return layer.lora_A[name].weight, layer.lora_B[name].weight
+
+
+def _leave_own_forward(bare: nn.Module) -> None:
+    """Give a copy the forward of its class: one of its own would call the model's layers.
+
+    Raises: NotSupported for another one than TRL's, which is that of the class without labels.
+    """
+    own: Any = bare.__dict__.pop("forward", None)
+    code = getattr(own, "__code__", None)
+    if own is not None and (code is None or code.co_name != "_fused_forward"):
+        raise NotSupported(
+            "attach: the model has a forward of its own beside its class's, which calls PEFT's "
+            "layers; delete it (del model.forward), or merge_and_unload() and attach the result"
+        )
 
 
 def _check_kinds(configs: Mapping[str, Any]) -> None:

@@ -101,7 +101,8 @@ def _check_trainer(trainer: Any) -> None:
         )
     if hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config"):
         raise NotSupported(
-            "TrlRollouts: the adapters of a PEFT model are not read; train without peft_config="
+            "TrlRollouts: the adapters of a PEFT model are not read; leave rollout_func= out, and "
+            "give GRPOTrainer a model after compilespec.attach(model)"
         )
 
 

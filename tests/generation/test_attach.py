@@ -307,6 +307,21 @@ def test_a_changed_model_is_noticed(pair: tuple[Any, Any]) -> None:
     compilespec.detach(model)
 
 
+@pytest.mark.parametrize("fused", [True, False])
+def test_steps_of_optimizers_are_noticed(pair: tuple[Any, Any], fused: bool) -> None:
+    """Fused ones write parameters and leave their versions as they are."""
+    plain = copy.deepcopy(pair[0])
+    model: Any = compilespec.attach(copy.deepcopy(plain), **OPTIONS)
+    for one in (plain, model):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=0.1, fused=fused)
+        one(PROMPTS).logits.square().mean().backward()
+        optimizer.step()
+    after = plain.generate(PROMPTS, attention_mask=MASK, **usual())
+    assert torch.equal(model.generate(PROMPTS, attention_mask=MASK, **usual()), after)
+    assert compilespec.engine_of(model).weights_version == 1
+    compilespec.detach(model)
+
+
 def test_copies_and_detached_models_are_transformers_own(pair: tuple[Any, Any]) -> None:
     plain, attached = pair
     assert type(attached).__name__ == type(plain).__name__

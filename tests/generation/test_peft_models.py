@@ -154,6 +154,9 @@ def test_what_peft_computes_otherwise_is_refused(pair: tuple[Any, Any]) -> None:
     model = peft.get_peft_model(tiny_target("llama", torch.float32, num_layers=1), lora())
     with pytest.raises(InvalidOption, match="leave adapters= out"):
         compilespec.attach(model, adapters={}, **OPTIONS)
+    model.get_base_model().forward = lambda *args, **given: None
+    with pytest.raises(NotSupported, match=r"a forward of its own .* \(del model\.forward\)"):
+        compilespec.attach(model, **OPTIONS)
 
 
 @needs_peft

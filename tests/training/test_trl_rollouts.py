@@ -57,7 +57,7 @@ def share_of_even_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
-def trainer_of(model: Any, rollouts: Any, directory: Path) -> Any:
+def trainer_of(model: Any, rollouts: Any, directory: Path, peft_config: Any = None) -> Any:
     import datasets
     import trl
 
@@ -74,6 +74,7 @@ def trainer_of(model: Any, rollouts: Any, directory: Path) -> Any:
         args=args,
         train_dataset=datasets.Dataset.from_dict({"prompt": ["say so", "hello", "go on", "end"]}),
         rollout_func=rollouts,
+        peft_config=peft_config,
     )
 
 
@@ -116,6 +117,31 @@ def test_a_trainer_learns_from_rollouts_whose_log_probabilities_are_its_own(
         rewards = [one["reward"] for one in trainer.state.log_history if "reward" in one]
         assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.4, rewards
     assert not any(torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("with_peft", [False, True], ids=["whole", "lora"])
+def test_a_trainer_learns_with_an_attached_model(with_peft: bool, tmp_path: Path) -> None:
+    """Without a rollout_func TRL calls `model.generate`, which is the engine's then."""
+    pytest.importorskip("trl", reason="needs TRL: make test-trainers")
+    lora = None
+    if with_peft:
+        peft = pytest.importorskip("peft", reason="needs peft: make test-peft")
+        lora = peft.LoraConfig(r=8, lora_alpha=64, target_modules="all-linear")
+    model: Any = even_target(num_layers=2)
+    compilespec.attach(model, "ngram", num_draft_tokens=3, max_seq_len=64, backend="eager")
+    trainer = trainer_of(model, None, tmp_path, lora)
+    torch.manual_seed(0)
+    trainer.train()
+    engine = compilespec.engine_of(model)
+    assert engine.stats().num_emitted > 16 * (STEPS - 1)
+    assert engine.weights_version == (0 if with_peft else STEPS - 1)
+    rewards = [one["reward"] for one in trainer.state.log_history if "reward" in one]
+    assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.3
+    greedy = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    trained = trainer.model.eval()
+    tokens = trained.generate(input_ids=torch.arange(3, 12)[None], **greedy)
+    compilespec.detach(model)
+    assert torch.equal(tokens, trained.generate(input_ids=torch.arange(3, 12)[None], **greedy))
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +214,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "vllm": ({"use_vllm": True}, "use_vllm of the trainer is not served"),
     "tools": ({"tools": [print]}, "tools of the trainer is not served"),
     "keywords": ({"generation_kwargs": {"num_beams": 2}}, r"\['num_beams'\] are not read"),
-    "peft": ({"model": types.SimpleNamespace(peft_config={})}, "train without peft_config="),
+    "peft": (
+        {"model": types.SimpleNamespace(peft_config={})},
+        r"after compilespec\.attach\(model\)",
+    ),
 }
 
 
