@@ -141,9 +141,7 @@ class Engines:
     fallback: bool = False
     started: dict[bool, Engine] = field(default_factory=dict, compare=False)
     _seen: dict[bool, Any] = field(default_factory=dict, compare=False)
-    _adapter: dict[int, Any] = field(
-        default_factory=dict, compare=False
-    )  # by engine, the loaded one
+    _adapters: dict[int, Any] = field(default_factory=dict, compare=False)  # loaded, by engine
     _form: Any = field(default=None, compare=False)
     _lock: Any = field(default_factory=RLock, compare=False)
 
@@ -164,14 +162,14 @@ class Engines:
         for engine in self.started.values():
             engine.close()
         self.started.clear()
-        self._adapter.clear()
+        self._adapters.clear()
 
     def engine(self, model: Any, held: HeldAdapters, *, with_host_processors: bool) -> Engine:
         """The engine for a call, with the model's weights and adapter of now."""
         check_computes_as_compiled(model)
         form = (form_of(held.bare), held.ranks)
         if self.started and form != self._form:
-            logger.info("the model has another dtype, device or attention: compiling it again")
+            logger.info("the model has another form or other adapters: compiling it again")
             self.close()
         self._form = form
         kind = with_host_processors or bool(self.keywords.get("host_processors"))
@@ -192,9 +190,9 @@ class Engines:
         if name is None:
             return None
         version = held.version(name)
-        if self._adapter.get(id(engine)) != version:
+        if self._adapters.get(id(engine)) != version:
             engine.adapters.put(_ADAPTER, engine.adapters.read(held.read(name)))
-            self._adapter[id(engine)] = version
+            self._adapters[id(engine)] = version
         return _ADAPTER
 
     def generate(self, model: Any, input_ids: Tensor, **call: Any) -> Any:

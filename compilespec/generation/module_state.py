@@ -1,4 +1,4 @@
-"""What a module is now: its weights, its form, and whether it computes as its program does."""
+"""The present state of a module: its weights, its form, the forward that it computes with."""
 
 from __future__ import annotations
 
