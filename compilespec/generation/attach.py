@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,12 @@ from torch import Tensor, nn
 from compilespec.errors import InvalidOption, NotSupported
 from compilespec.generation.call import Call, check_mode
 from compilespec.generation.loop import generate_rows
+from compilespec.generation.module_state import (
+    check_computes_as_compiled,
+    form_of,
+    weights_of,
+)
+from compilespec.generation.peft_models import HeldAdapters, inner_model
 from compilespec.generation.records import with_records
 from compilespec.generation.translate import translate
 from compilespec.pipeline.entry import compile
@@ -23,6 +30,7 @@ from compilespec.runtime.engine import Engine
 
 logger = logging.getLogger("compilespec")
 _PLACE = "_compilespec_engines"  # the attribute of a module that holds its engines
+_ADAPTER = "PEFT"  # the engine's name of the adapter that is in use
 _MOST_SEED = 2**63 - 1
 
 
@@ -33,43 +41,48 @@ def attach(
 
     Greedy tokens are those of transformers, except where two tokens are nearly as probable and the
     order of a sum decides.  Sampled ones follow the same distribution; their seeds come from
-    torch's generator, so `torch.manual_seed` repeats them.  Logits processors and stopping criteria
-    are called with one row at a time, the former for drafts too: what they return must depend on
-    their arguments alone.  A second engine, with `host_processors=True`, is compiled when a call
-    first has a processor that the step does not have itself.  Weights that changed in place since
-    the last call are taken over (`Engine.update_weights`); writes through `.data` are not seen.
+    torch's generator, so `torch.manual_seed` repeats them.  Logits processors are called with one
+    row at a time, and for drafts too: what they return must depend on their arguments alone.
+    Stopping criteria are called with all rows after every token, as in transformers.  A second
+    engine, with `host_processors=True`, is compiled when a call first has a processor that the step
+    does not have itself.  Weights that changed in place since the last call are taken over
+    (`Engine.update_weights`); writes through `.data` are not seen.
+
+    Of a model of PEFT each call uses the LoRA adapter that is active then; adapters that are
+    trained, chosen or disabled in between compile nothing.
 
     Args:
-        model: a causal language model of transformers.
+        model: a causal language model of transformers, or a PeftModel with one.
         spec, draft, keywords: as for `compile`.
         fallback: hand calls that the engine cannot serve (beams, assisted generation, images) to
             transformers, with a warning, instead of refusing them.
     Returns: the model.
     Raises: as `compile`; InvalidOption where the model has no `generate`.
     """
-    _check_model(model)
-    detach(model)
+    inner = _checked(model)
+    detach(inner)
     engines = Engines(spec, draft, keywords, fallback=fallback)
-    engines.start(model)
-    model.__dict__[_PLACE] = engines
-    model.__class__ = _attached_class(type(model))
+    engines.start(inner)
+    inner.__dict__[_PLACE] = engines
+    inner.__class__ = _attached_class(type(inner))
     return model
 
 
 def detach(model: Any) -> Any:
     """Give a model the `generate` of transformers back, and close its engines."""
-    engines = model.__dict__.pop(_PLACE, None)
+    inner = inner_model(model)
+    engines = inner.__dict__.pop(_PLACE, None)
     if engines is not None:
         engines.close()
-    base = getattr(type(model), "_compilespec_base", None)
+    base = getattr(type(inner), "_compilespec_base", None)
     if base is not None:
-        model.__class__ = base
+        inner.__class__ = base
     return model
 
 
 def engine_of(model: Any) -> Engine:
     """The engine of an attached model, for its plan and statistics.  Raises: InvalidOption."""
-    engines = model.__dict__.get(_PLACE)
+    engines = inner_model(model).__dict__.get(_PLACE)
     if engines is None:
         raise InvalidOption("engine_of: this model has no engine; call attach(model) first")
     return next(iter(engines.started.values()))
@@ -86,7 +99,7 @@ def generate_with(
 
     Args and raises: as for `attach`.
     """
-    _check_model(model)
+    model = _checked(model)
     known = model.__dict__.get(_PLACE)
     engines = Engines(spec, draft, keywords, fallback=False)
     if known is not None and known.recipe == engines.recipe:
@@ -128,6 +141,7 @@ class Engines:
     fallback: bool = False
     started: dict[bool, Engine] = field(default_factory=dict, compare=False)
     _seen: dict[bool, Any] = field(default_factory=dict, compare=False)
+    _adapters: dict[int, Any] = field(default_factory=dict, compare=False)  # loaded, by engine
     _form: Any = field(default=None, compare=False)
     _lock: Any = field(default_factory=RLock, compare=False)
 
@@ -142,41 +156,57 @@ class Engines:
         return (Engines, (self.spec, self.draft, self.keywords, self.fallback))
 
     def start(self, model: Any) -> None:
-        self.engine(model, with_host_processors=False)
+        self.engine(model, HeldAdapters.of(model), with_host_processors=False)
 
     def close(self) -> None:
         for engine in self.started.values():
             engine.close()
         self.started.clear()
+        self._adapters.clear()
 
-    def engine(self, model: Any, *, with_host_processors: bool) -> Engine:
-        """The engine for a call, with the model's weights of now."""
-        _check_dropout(model)
-        form = _form(model)
+    def engine(self, model: Any, held: HeldAdapters, *, with_host_processors: bool) -> Engine:
+        """The engine for a call, with the model's weights and adapter of now."""
+        check_computes_as_compiled(model)
+        form = (form_of(held.bare), held.ranks)
         if self.started and form != self._form:
-            logger.info("the model has another dtype, device or attention: compiling it again")
+            logger.info("the model has another form or other adapters: compiling it again")
             self.close()
         self._form = form
         kind = with_host_processors or bool(self.keywords.get("host_processors"))
         if kind not in self.started:
             keywords = {**self.keywords, **({"host_processors": True} if kind else {})}
-            with _as_its_own_class(model):
-                self.started[kind] = compile(model, self.spec, draft=self.draft, **keywords)
-        elif _weights(model) == self._seen[kind]:
-            return self.started[kind]
-        else:
-            self.started[kind].update_weights(model)
-        self._seen[kind] = _weights(model)  # starts and updates write, too
+            with _as_its_own_class(held.bare):
+                self.started[kind] = compile(
+                    held.bare, self.spec, draft=self.draft, **_with_room(keywords, held)
+                )
+        elif weights_of(held.bare) != self._seen[kind]:
+            self.started[kind].update_weights(held.bare)
+        self._seen[kind] = weights_of(held.bare)  # starts and updates write, too
         return self.started[kind]
+
+    def _load(self, engine: Engine, held: HeldAdapters) -> str | None:
+        """The name of the active adapter in the engine, which has it as it is now."""
+        name = held.active(keeps_hooks=self.fallback)
+        if name is None:
+            return None
+        version = held.version(name)
+        if self._adapters.get(id(engine)) != version:
+            engine.adapters.put(_ADAPTER, engine.adapters.read(held.read(name)))
+            self._adapters[id(engine)] = version
+        return _ADAPTER
 
     def generate(self, model: Any, input_ids: Tensor, **call: Any) -> Any:
         """The decoding loop of transformers: its arguments and results.  Raises: SpecError."""
         with self._lock, torch.no_grad():
             asked = Call.of(model, input_ids, **call)
             plan = translate(asked)
-            engine = self.engine(model, with_host_processors=plan.needs_host)
+            held = HeldAdapters.of(model)
+            engine = self.engine(model, held, with_host_processors=plan.needs_host)
+            adapter = self._load(engine, held)
             seeds = torch.randint(_MOST_SEED, (len(asked.prompts),)).tolist()
-            tokens = generate_rows(engine, asked, plan.params(engine.eos_token_ids, seeds))
+            params = plan.params(engine.eos_token_ids, seeds)
+            params = [dataclasses.replace(one, adapter=adapter) for one in params]
+            tokens = generate_rows(engine, asked, params)
             return with_records(model, asked, tokens)
 
 
@@ -219,39 +249,29 @@ def _as_its_own_class(model: Any) -> Iterator[None]:
         model.__class__ = kept
 
 
-def _check_model(model: object) -> None:
+def _checked(model: Any) -> Any:
+    """The transformers model in what was given.  Raises: InvalidOption, NotSupported."""
+    inside = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+    if isinstance(inside, nn.Module) and callable(getattr(inside, "generate", None)):
+        raise InvalidOption(
+            f"attach: {type(model).__name__} wraps the model; give what it wraps, as by "
+            "accelerator.unwrap_model(model)"
+        )
     if not isinstance(model, nn.Module) or not callable(getattr(model, "generate", None)):
         raise InvalidOption(
             f"attach: expected a causal language model of transformers, got {type(model).__name__}"
         )
-    if hasattr(model, "peft_config"):
-        raise NotSupported(
-            "attach: a PEFT model's adapters are not read; call merge_and_unload() first, or give "
-            "its directory to compile(adapters=)"
-        )
+    return inner_model(model)
 
 
-def _form(model: Any) -> tuple[Any, ...]:
-    """Dtypes, devices and attention of a module, which a compiled program has fixed."""
-    tensors = tuple((t.dtype, t.device) for t in model.parameters())
-    return tensors, getattr(model.config, "_attn_implementation", None)
+def _with_room(keywords: dict[str, Any], held: HeldAdapters) -> dict[str, Any]:
+    """The keywords of `compile`, with room for one of the model's adapters.
 
-
-def _weights(model: Any) -> list[tuple[int, int]]:
-    """Changes when a parameter or a buffer is written in place, or replaced."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
-
-
-def _check_dropout(model: Any) -> None:
-    """Refuse a training model whose tokens its dropout would change."""
-    if not model.training:
-        return
-    for name, module in model.named_modules():
-        rates = [getattr(module, "p", 0)] if "Dropout" in type(module).__name__ else []
-        rates += [getattr(module, key, 0) for key in ("attention_dropout", "dropout")]
-        if any(isinstance(rate, float) and rate > 0 for rate in rates):
-            raise NotSupported(
-                f"generate: {name} drops values at random, because the model is in training mode; "
-                "call model.eval()"
-            )
+    Raises: InvalidOption where the keywords have adapters, too.
+    """
+    room = held.room()
+    if room is None:
+        return keywords
+    if "adapters" in keywords:
+        raise InvalidOption("attach: the model has PEFT's adapters; leave adapters= out")
+    return {**keywords, "adapters": {_ADAPTER: room}}

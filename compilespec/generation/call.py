@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+)
 
 from compilespec.errors import InvalidRequest, NotSupported
 
@@ -17,6 +22,8 @@ _OTHER_LOOPS = {
     "_assisted_decoding": "assisted generation by transformers is not served: the engine drafts "
     "itself, by attach(model, spec=, draft=)",
 }
+_OF_A_ROW = (MaxTimeCriteria, StopStringCriteria)  # they tell the same of one row as of many
+_READ = {"attention_mask", "position_ids", "past_key_values"}
 # Prepared by transformers for its own loop, or for its criteria, and without an effect on tokens.
 _HARMLESS = {
     "use_cache", "logits_to_keep", "cache_position", "output_hidden_states", "output_attentions",
@@ -30,7 +37,8 @@ class Call:
 
     Args:
         prompts: by row, the ids without padding.
-        criteria: those that are asked after every token; length and EOS are the engine's.
+        criteria: those that are asked of a row after its token; length and EOS are the engine's.
+        criteria_of_all: those that are asked of all rows at once, as their author may expect.
         max_new_tokens: of each row.
         eos_token_ids: of the criteria; None where none ends a row at an id.
         needs_pads: some rows begin with padding.
@@ -41,6 +49,7 @@ class Call:
     prompts: Sequence[Sequence[int]]
     processors: Any
     criteria: Sequence[Any]
+    criteria_of_all: Sequence[Any]
     max_new_tokens: int
     eos_token_ids: frozenset[int] | None
     config: Any
@@ -61,24 +70,27 @@ class Call:
     ) -> Call:
         """Read a call.  Raises: NotSupported, InvalidRequest, which name what does not fit."""
         _check_config(model, generation_config, synced_gpus)
-        mask = _read_mask(input_ids, model_kwargs.pop("attention_mask", None))
-        _check_positions(mask, model_kwargs.pop("position_ids", None))
-        _check_cache(model_kwargs.pop("past_key_values", None))
         for name, value in model_kwargs.items():
-            if value is not None and name not in _HARMLESS:
+            if value is not None and name not in _HARMLESS and name not in _READ:
                 raise NotSupported(f"generate: {name} is not read; prompts are token ids here")
+        mask = _read_mask(input_ids, model_kwargs.get("attention_mask"))
+        _check_positions(mask, model_kwargs.get("position_ids"))
+        _check_cache(model_kwargs.get("past_key_values"))
         limits = [c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria]
         if not limits:
             raise InvalidRequest("generate: no length ends the rows; give max_new_tokens")
         ends = [c for c in stopping_criteria if type(c) is EosTokenCriteria]
         eos = frozenset(int(i) for c in ends for i in torch.as_tensor(c.eos_token_id).flatten())
-        asked = (MaxLengthCriteria, EosTokenCriteria)
+        others = [
+            c for c in stopping_criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)
+        ]
         return cls(
             input_ids=input_ids,
             mask=mask,
             prompts=[row[keep].tolist() for row, keep in zip(input_ids, mask.bool(), strict=True)],
             processors=logits_processor,
-            criteria=[c for c in stopping_criteria if type(c) not in asked],
+            criteria=[c for c in others if type(c) in _OF_A_ROW],
+            criteria_of_all=[c for c in others if type(c) not in _OF_A_ROW],
             max_new_tokens=min(limits) - input_ids.shape[1],
             eos_token_ids=eos if ends else None,
             config=generation_config,
@@ -94,7 +106,7 @@ class Call:
     @property
     def stops_alone(self) -> bool:
         """A row that ends waits as padding; without an EOS all rows go on together."""
-        return any(hasattr(c, "eos_token_id") for c in self.criteria) or (
+        return any(hasattr(c, "eos_token_id") for c in self.criteria_of_all) or (
             self.eos_token_ids is not None
         )
 

@@ -19,6 +19,7 @@ def generate_rows(engine: Engine, call: Call, params: Sequence[SamplingParams]) 
     """
     requests: list[Request] = []
     streamer = _Lockstep(call)
+    judge = _Judge(call)
     rows = [_Progress(call, index) for index in range(len(call.prompts))]
     try:
         for prompt, its_params in zip(call.prompts, params, strict=True):
@@ -26,8 +27,12 @@ def generate_rows(engine: Engine, call: Call, params: Sequence[SamplingParams]) 
         while not _is_done(call, rows):
             engine.step()
             for row, request in zip(rows, requests, strict=True):
-                _read(engine, call, row, request)
-            streamer.put(rows)
+                _read(engine, row, request)
+            judge.ask(rows)
+            for row, request in zip(rows, requests, strict=True):
+                if row.is_complete and not request.finished:
+                    engine.abort(request)
+            streamer.put(rows, judge.num_asked)
     finally:
         for request in requests:
             if not request.finished:
@@ -36,13 +41,15 @@ def generate_rows(engine: Engine, call: Call, params: Sequence[SamplingParams]) 
         length = max(row.stop or 0 for row in rows)
         for row in rows:
             del row.tokens[length:]
-    streamer.put(rows)
+    streamer.put(rows, call.max_new_tokens)
     streamer.end()
     return [row.tokens for row in rows]
 
 
 class _Progress:
-    """A row of the call: its tokens, and the length at which a criterion ends it."""
+    """A row of the call: its tokens, and the length at which it ended: by the engine, if no
+    criterion comes before.
+    """
 
     def __init__(self, call: Call, index: int) -> None:
         self.call, self.index = call, index
@@ -52,7 +59,7 @@ class _Progress:
 
     @property
     def is_complete(self) -> bool:
-        return self.ended or (self.stop is not None and self.call.stops_alone)
+        return self.stop is not None and (self.ended or self.call.stops_alone)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add tokens up to the first after which a criterion holds."""
@@ -67,7 +74,45 @@ class _Progress:
                     return
 
 
-def _read(engine: Engine, call: Call, row: _Progress, request: Request) -> None:
+class _Judge:
+    """Asks criteria that see all rows, of the first token of each, of the second, and so on.
+
+    Rows that are ahead wait for their judgement, and go on meanwhile.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self.num_asked = 0  # tokens of each row
+
+    def ask(self, rows: Sequence[_Progress]) -> None:
+        """Ask of every token that all rows have."""
+        while any(map(self._is_open, rows)) and all(map(self._has_next, rows)):
+            self.num_asked += 1
+            is_done = self._answers(rows) if self._call.criteria_of_all else [False] * len(rows)
+            for row, is_its_end in zip(rows, is_done, strict=True):
+                ends_here = row.ended and len(row.tokens) <= self.num_asked
+                if (is_its_end or ends_here) and self._is_open(row):
+                    row.stop = min(self.num_asked, len(row.tokens))
+                    if self._call.stops_alone:
+                        del row.tokens[self.num_asked :]
+
+    def _is_open(self, row: _Progress) -> bool:
+        return row.stop is None or row.stop > self.num_asked
+
+    def _has_next(self, row: _Progress) -> bool:
+        return row.is_complete or row.ended or len(row.tokens) > self.num_asked
+
+    def _answers(self, rows: Sequence[_Progress]) -> list[bool]:
+        call, steps = self._call, range(self.num_asked)
+        new = [[token_at(row.tokens, step, call.pad) for step in steps] for row in rows]
+        ids = torch.cat([call.input_ids, torch.tensor(new).to(call.input_ids)], dim=1)
+        done = torch.zeros(len(rows), dtype=torch.bool, device=ids.device)
+        for criterion in call.criteria_of_all:
+            done = done | criterion(ids, None)
+        return list(done.tolist())
+
+
+def _read(engine: Engine, row: _Progress, request: Request) -> None:
     if row.is_complete:
         return
     delta = engine.take_delta(request, row.index)
@@ -77,9 +122,7 @@ def _read(engine: Engine, call: Call, row: _Progress, request: Request) -> None:
     if delta.output is not None:
         if delta.output.error is not None:
             raise delta.output.error
-        row.ended, row.stop = True, row.stop or len(row.tokens)
-    elif row.is_complete:
-        engine.abort(request)
+        row.ended = True
 
 
 def _is_done(call: Call, rows: Sequence[_Progress]) -> bool:
@@ -97,11 +140,17 @@ class _Lockstep:
     def __init__(self, call: Call) -> None:
         self._streamer, self._pad, self._num_put = call.streamer, call.pad, 0
 
-    def put(self, rows: Sequence[_Progress]) -> None:
+    def put(self, rows: Sequence[_Progress], num_sure: int) -> None:
+        """Hand over what all rows have, of the first `num_sure` tokens if a row is not complete."""
         if self._streamer is None:
             return
         longest = max(len(row.tokens) for row in rows)
-        lengths = [longest if row.is_complete else len(row.tokens) for row in rows]
+        lengths = [
+            longest
+            if row.is_complete and (row.stop or 0) <= num_sure
+            else min(len(row.tokens), num_sure)
+            for row in rows
+        ]
         for step in range(self._num_put, min(lengths)):
             self._streamer.put(
                 torch.tensor([token_at(row.tokens, step, self._pad) for row in rows])

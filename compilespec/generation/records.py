@@ -64,7 +64,9 @@ def _values(
     if asked["logits"]:
         found["logits"] = raw
     if asked["hidden_states"]:
-        parts = [slice(0, length), *(slice(i, i + 1) for i in range(length, ids.shape[1]))]
+        ends = range(length, ids.shape[1] + 1)
+        begins = [0] * num_new if call.config.use_cache is False else [0, *ends[:-1]]
+        parts = [slice(begin, end) for begin, end in zip(begins, ends, strict=True)]
         found["hidden_states"] = tuple(
             tuple(layer[:, part] for layer in output.hidden_states) for part in parts
         )

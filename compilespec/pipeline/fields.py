@@ -71,8 +71,11 @@ def _counts_or_file(name: str, value: Any) -> None:
 def _adapters(name: str, value: Any) -> None:
     if value is None or isinstance(value, str | Path):
         return
+    from compilespec.tracing.adapter_files import Adapter
+
     is_by_name = isinstance(value, Mapping) and all(
-        isinstance(key, str) and key and isinstance(path, str | Path) for key, path in value.items()
+        isinstance(key, str) and key and isinstance(path, str | Path | Adapter)
+        for key, path in value.items()
     )
     if not is_by_name:
         raise InvalidOption(

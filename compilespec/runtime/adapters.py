@@ -90,7 +90,7 @@ class Adapters:
                 user.adapter = adapter
                 self._users.add(user)
 
-    def read(self, directory: str | Path) -> Adapter:
+    def read(self, directory: str | Path | Adapter) -> Adapter:
         """Read an adapter and check that it fits.
 
         Raises: CheckpointError, NotSupported (see `read_adapter` and `check_finite`; another

@@ -66,8 +66,8 @@ class Adapter:
         return max(part.rank for part in self.modules.values())
 
 
-def read_adapter(directory: str | Path) -> Adapter:
-    """Read a directory that peft's `save_pretrained` wrote.
+def read_adapter(directory: str | Path | Adapter) -> Adapter:
+    """Read a directory that peft's `save_pretrained` wrote; an adapter that was read is itself.
 
     Returns: A in the file's dtype, B times the scale in float64.
     Raises:
@@ -76,13 +76,15 @@ def read_adapter(directory: str | Path) -> Adapter:
         NotSupported: another kind than LoRA, or a variant that computes something else; named.
     Source: peft's `LoraConfig`, and `LoraLayer.update_layer` for the scale.
     """
+    if isinstance(directory, Adapter):
+        return directory
     path = Path(directory)
     if not path.is_dir():
         raise CheckpointError(
             f"adapter: expected a directory with {CONFIG_FILE}, got {str(directory)!r}"
         )
     config = read_json(path / CONFIG_FILE)
-    _check_kind(path, config)
+    check_kind(path, config)
     pairs = _pairs(path, read_tensors(path, own_files=WEIGHT_FILES))
     return Adapter(
         source=str(path),
@@ -90,11 +92,14 @@ def read_adapter(directory: str | Path) -> Adapter:
     )
 
 
-def _check_kind(path: Path, config: Mapping[str, Any]) -> None:
+def check_kind(path: Path, config: Mapping[str, Any]) -> None:
     """Refuse anything but a plain LoRA.  Raises: NotSupported, CheckpointError."""
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise NotSupported(f"{path}: peft_type is {kind!r}; expected 'LORA', a LoRA adapter")
+        raise NotSupported(
+            f"{path}: peft_type is {kind!r}; expected 'LORA', a LoRA adapter: others can be merged "
+            "with peft's merge_and_unload, if it has that for them"
+        )
     for key, what in _REFUSED.items():
         if config.get(key):
             raise NotSupported(

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from compilespec.training.scoring import log_probs
+    from compilespec.training.trl_rollouts import TrlRollouts
 
-__all__ = ["log_probs"]
+__all__ = ["TrlRollouts", "log_probs"]
 
 
 def __getattr__(name: str) -> Any:
@@ -16,4 +17,8 @@ def __getattr__(name: str) -> Any:
         from compilespec.training import scoring
 
         return scoring.log_probs
+    if name == "TrlRollouts":
+        from compilespec.training import trl_rollouts
+
+        return trl_rollouts.TrlRollouts
     raise AttributeError(f"module 'compilespec.training' has no attribute {name!r}")

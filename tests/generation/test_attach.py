@@ -37,6 +37,30 @@ class EndsAtEvenSum(transformers.StoppingCriteria):
         return (input_ids.sum(-1) % 2 == 0) & (input_ids.shape[1] > 9)
 
 
+class AllHaveSaid(transformers.StoppingCriteria):
+    """Keeps what the rows of a batch said, and ends all of them together, as lm-eval's does."""
+
+    def __init__(self, num_rows: int, ids: range) -> None:
+        self.said, self.ids, self.lengths = [False] * num_rows, ids, list[int]()
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> bool:
+        self.lengths.append(input_ids.shape[1])
+        for row, last in enumerate(input_ids[:, -1].tolist()):
+            self.said[row] = self.said[row] or last in self.ids
+        return all(self.said)
+
+
+class Kept(transformers.generation.streamers.BaseStreamer):
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+
+    def put(self, value: Tensor) -> None:
+        self.values.append(value.tolist())
+
+    def end(self) -> None:
+        self.values.append("end")
+
+
 def only_near(row: int, ids: Tensor) -> list[int]:
     return [(int(ids[-1]) * 7 + row + step) % VOCAB for step in range(9)]
 
@@ -159,16 +183,6 @@ def test_sampled_rows_are_the_engines_own_by_seed(pair: tuple[Any, Any]) -> None
 
 
 def test_a_streamer_gets_what_transformers_gives_it(pair: tuple[Any, Any]) -> None:
-    class Kept(transformers.generation.streamers.BaseStreamer):
-        def __init__(self) -> None:
-            self.values: list[Any] = []
-
-        def put(self, value: Tensor) -> None:
-            self.values.append(value.tolist())
-
-        def end(self) -> None:
-            self.values.append("end")
-
     plain, attached = pair
     once = compilespec.generate_with(copy.deepcopy(plain), **OPTIONS)
     kept = [Kept() for _ in range(3)]
@@ -196,6 +210,22 @@ def test_generate_with_is_a_custom_generate(pair: tuple[Any, Any]) -> None:
     with pytest.raises(NotSupported, match="assistant_model"):
         model.generate(PROMPTS[:1], custom_generate=loop, assistant_model=plain, **usual())
     compilespec.detach(model)
+
+
+@pytest.mark.parametrize("times", [1, 3])  # 12 rows are more than the engine runs at once
+@pytest.mark.parametrize("eos", [None, [4, 11, 18, 25]], ids=["no-eos", "eos"])
+def test_a_criterion_sees_all_rows_after_every_token(
+    pair: tuple[Any, Any], times: int, eos: Any
+) -> None:
+    ids, mask = PROMPTS.repeat(times, 1), MASK.repeat(times, 1)
+    found = []
+    for model in pair:
+        criterion, streamer = AllHaveSaid(len(ids), range(60)), Kept()
+        call = usual(eos_token_id=eos, max_new_tokens=20, no_repeat_ngram_size=2, streamer=streamer)
+        tokens = model.generate(ids, attention_mask=mask, stopping_criteria=[criterion], **call)
+        found.append((tokens.tolist(), criterion.lengths, streamer.values))
+    assert found[0] == found[1]
+    assert found[0][1][-1] < 26, "it ends them before their length"
 
 
 def test_text_and_stop_strings_through_a_pipeline(pair: tuple[Any, Any]) -> None:
@@ -274,6 +304,21 @@ def test_a_changed_model_is_noticed(pair: tuple[Any, Any]) -> None:
     model.model.layers[0].self_attn.attention_dropout = 0.1
     with pytest.raises(NotSupported, match=r"call model\.eval\(\)"):
         model.generate(PROMPTS, attention_mask=MASK, **usual())
+    compilespec.detach(model)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_steps_of_optimizers_are_noticed(pair: tuple[Any, Any], fused: bool) -> None:
+    """Fused ones write parameters and leave their versions as they are."""
+    plain = copy.deepcopy(pair[0])
+    model: Any = compilespec.attach(copy.deepcopy(plain), **OPTIONS)
+    for one in (plain, model):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=0.1, fused=fused)
+        one(PROMPTS).logits.square().mean().backward()
+        optimizer.step()
+    after = plain.generate(PROMPTS, attention_mask=MASK, **usual())
+    assert torch.equal(model.generate(PROMPTS, attention_mask=MASK, **usual()), after)
+    assert compilespec.engine_of(model).weights_version == 1
     compilespec.detach(model)
 
 
