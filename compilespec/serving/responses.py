@@ -79,7 +79,7 @@ async def answer_responses(service: Service, stored: StoredResponses, request: R
     if asked.previous_response_id is not None:
         record = await find_stored(service, stored, asked.previous_response_id)
         before = record["items"]
-    answer = _Answer(service, stored, asked, before)
+    answer = _ItemAnswer(service, stored, asked, before)
     prompts, tickets = await unless_left(request, service.submit(answer.chat.read, asked.priority))
     if asked.stream:
         return EventStream(
@@ -122,7 +122,7 @@ async def find_stored(service: Service, stored: StoredResponses, name: str) -> d
     return record
 
 
-class _Answer:
+class _ItemAnswer:
     """One request, its answer, and what is stored of both."""
 
     def __init__(
@@ -355,7 +355,7 @@ class _Messages:
             thoughts = _texts(item)
             if not thoughts:
                 raise bad_request(
-                    "input: reasoning without a text of its own: leave the item out, or name the "
+                    "input: reasoning without its text: leave the item out, or name the "
                     "response by previous_response_id",
                     param="input",
                 )

@@ -224,7 +224,7 @@ def test_items_become_messages_of_a_chat() -> None:
             {"input": [{"role": "user", "content": [{"type": "input_file"}]}]},
             "'input_file'",
         ),
-        ({"input": [{"type": "reasoning", "summary": []}, *HELLO]}, "reasoning without a text"),
+        ({"input": [{"type": "reasoning", "summary": []}, *HELLO]}, "reasoning without its text"),
         ({"input": [{"role": "tool", "content": "x"}]}, "expected messages with a role"),
         ({"tools": [{"type": "web_search"}]}, "tools that a server runs itself"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice: expected"),

@@ -1,4 +1,4 @@
-"""suffix_match in Triton: one program per request, which counts votes in a table of its own."""
+"""suffix_match in Triton: one program per request, which counts votes in its own table."""
 
 from __future__ import annotations
 
