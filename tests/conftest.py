@@ -88,6 +88,12 @@ def _turn(item: pytest.Item) -> int:
     return FIRST.index(name) if name in FIRST else len(FIRST)
 
 
+def _is_named(nodeid: str, line: str) -> bool:
+    """Whether a line is the test's name, its file's, or the beginning of its case's."""
+    whole = nodeid.partition("[")[0]
+    return line in (whole, whole.partition("::")[0]) or ("[" in line and nodeid.startswith(line))
+
+
 def _is_slow(nodeid: str) -> bool:
     """Whether a line of slow_tests.txt names the test, its file, or the beginning of its case."""
     whole = nodeid.partition("[")[0]
@@ -100,7 +106,7 @@ def _check_lists(items: list[pytest.Item]) -> None:
     files = {name.partition("::")[0] for name in ids}
     for line in SLOW:
         place = bisect.bisect_left(ids, line)
-        stale = place == len(ids) or not ids[place].startswith(line)
+        stale = place == len(ids) or not _is_named(ids[place], line)
         if stale and line.partition("::")[0] in files:
             raise pytest.UsageError(f"tests/slow_tests.txt: no test begins with {line!r}; mend it")
     stems = {path.stem.removeprefix("test_") for path in (ROOT / "tests").rglob("test_*.py")}

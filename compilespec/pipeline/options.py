@@ -201,7 +201,7 @@ class CompileOptions(CompileFields):
                 prompt_embeds=self.prompt_embeds or takes_medium,
                 sees_ahead=takes_medium and has_own_masks(target.model),
                 ahead_in_windows=takes_medium and sees_ahead_in_windows(target.model),
-                forced_drafts=drafter is not None and self._judges_any_drafts,
+                forced_drafts=self._judges_any_drafts,
             ),
         )
 

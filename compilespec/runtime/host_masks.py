@@ -62,7 +62,8 @@ def write_masks(
     rows = [request.row for request in guided]
     drafts = executor.read_drafts(rows) if drafted else [[]] * len(rows)
     parents = executor.read_parents(rows) if drafted else [None] * len(rows)
-    steers = drafted and executor.geometry.config.features.forced_drafts
+    config = executor.geometry.config
+    steers = drafted and config.num_draft_tokens > 0 and config.features.forced_drafts
     failed: dict[Request, GuideFailed] = {}
     masks: dict[int, Tensor] = {}  # by row
     steered: dict[int, list[int]] = {}

@@ -118,14 +118,14 @@ def wrong_drafts(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_place_kept(patch: pytest.MonkeyPatch) -> None:
-    """A step of K = 0 keeps its pair where the next one belongs."""
-    write = kept_inputs.write_pair
+    """A step of K = 0 keeps its inputs where the next ones belong."""
+    write = kept_inputs.write_ring
 
     @functools.wraps(write)
-    def write_pair(aux: Any, ids: Any, index: Any, start_B: Any, *pair: Any) -> Any:
-        return write(aux, ids, index, start_B + 1, *pair)
+    def write_ring(ring: Any, index: Any, start_B: Any, made: Any) -> Any:
+        return write(ring, index, start_B + 1, made)
 
-    patch.setattr(kept_inputs, "write_pair", write_pair)
+    patch.setattr(kept_inputs, "write_ring", write_ring)
 
 
 def wrong_pairs_read(patch: pytest.MonkeyPatch) -> None:
@@ -134,8 +134,8 @@ def wrong_pairs_read(patch: pytest.MonkeyPatch) -> None:
 
     @functools.wraps(place)
     def place_kept(*arguments: Any, **options: Any) -> tuple[Any, ...]:
-        aux, ids, *others = place(*arguments, **options)
-        return (aux, ids.roll(1, 1), *others)
+        *others, ids, aux = place(*arguments, **options)
+        return (*others, ids.roll(1, 1), aux)
 
     patch.setattr(kept_inputs, "place_kept", place_kept)
 

@@ -65,7 +65,7 @@ def test_generations_equal_transformers() -> None:
     traces = json.loads((GENERATION / "meta.json").read_text())["traces"]
     with compilespec.compile(
         str(GENERATION / "target"), spec="dflash", draft=str(GENERATION / "draft"), backend="eager",
-        max_batch_size=3, max_seq_len=128, max_prefill_tokens=16,
+        num_draft_tokens=3, max_batch_size=3, max_seq_len=128, max_prefill_tokens=16,
     ) as engine:  # fmt: skip
         prompts = [io[f"in.prompt{i}"].tolist() for i in range(3)]
         wanted = [io[f"out.greedy{i}"].tolist() for i in range(3)]

@@ -140,7 +140,9 @@ def test_a_reduced_vocabulary_drafts_ids_of_the_target(tmp_path, target) -> None
     x = torch.randn(7, info.hidden_size, dtype=info.dtype)
     wanted = logits_of(published(heads), 0, x)[:, 3::2].argmax(-1) * 2 + 3
     assert drafter.heads[0].propose(x).tolist() == wanted.tolist()
-    with compilespec.compile(model, "medusa", draft=drafter, **OPTIONS) as engine:
+    with compilespec.compile(
+        model, "medusa", draft=drafter, num_draft_tokens=3, **OPTIONS
+    ) as engine:
         found = drafts_by_tokens(engine, asks, MAX_SEQ_LEN)
     assert {token for drafts in found.values() for token in drafts} <= set(range(3, VOCAB, 2))
 

@@ -89,7 +89,9 @@ def test_a_function_of_ids_outside_the_vocabulary_drafts_nothing():
     def draft(length_B: Tensor) -> Tensor:
         return length_B.unsqueeze(1).expand(-1, 3) * 0 + VOCAB
 
-    with compilespec.compile(model, spec="USER_PROVIDED", draft=draft, **OPTIONS) as engine:
+    with compilespec.compile(
+        model, spec="USER_PROVIDED", draft=draft, num_draft_tokens=3, **OPTIONS
+    ) as engine:
         assert all(set(r.emitted_per_step) <= {1} for r in check_traffic(engine, asks[:4]))
         assert "user drafter draft, reads length_B" in engine.plan()["why"]
 
@@ -136,7 +138,13 @@ def host():
     model, asks = asked("llama")
     script = HostScript(asks)
     with compilespec.compile(
-        model, spec="user", draft=script, traced=False, max_prefill_tokens=16, **OPTIONS
+        model,
+        spec="user",
+        draft=script,
+        traced=False,
+        num_draft_tokens=3,
+        max_prefill_tokens=16,
+        **OPTIONS,
     ) as engine:
         yield engine, script, asks
 
@@ -270,7 +278,9 @@ class Medusa:
 def test_a_method_of_ones_own_runs_through_spec():
     model, asks = asked("llama")
     heads = MedusaHeads(48, VOCAB, num_heads=3)
-    with compilespec.compile(model, spec=Medusa(), draft=heads, **OPTIONS) as engine:
+    with compilespec.compile(
+        model, spec=Medusa(), draft=heads, num_draft_tokens=3, **OPTIONS
+    ) as engine:
         check_traffic(engine, asks)
         assert engine.plan()["method"] == "medusa"
         assert engine.plan()["num_draft_tokens"] == 3

@@ -101,7 +101,7 @@ def test_a_draft_model_misses_nothing_of_plain_steps(family: str) -> None:
     """With the target's weights all its drafts are right, after a replay too; recurrent layers'
     states included.
     """
-    model = tiny_target(family)
+    model = tiny_target(family, num_layers=1)
     asks = ask_all(model, SIZES)
     with compilespec.compile(
         model, "draft_model", draft=copy.deepcopy(model), num_draft_tokens=COUNTS, backend="eager",
@@ -180,7 +180,7 @@ def test_the_policy_itself_finds_what_pays(lab: Any) -> None:
         ("ngram", (0, 2, 5)),
         ("user", (0, 3)),
         pytest.param("shared_kv", (0, 1, 2), marks=pytest.mark.slow),
-        ("draft_model", (0, 1, 3)),
+        pytest.param("draft_model", (0, 1, 3), marks=pytest.mark.slow),
         pytest.param("mtp_eagle", (0, 1, 3), marks=pytest.mark.slow),
     ],
 )

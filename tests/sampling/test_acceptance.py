@@ -128,7 +128,7 @@ def test_options_reach_the_program_and_plan_says_so():
     with compilespec.compile(model, spec, num_draft_tokens=5, **sizes) as engine:
         assert engine.plan()["lossless"] is False
         assert "2 drafts accepted by force; LOSSY" in engine.plan()["acceptance"]
-    with compilespec.compile(model, spec="ngram", **sizes) as engine:
+    with compilespec.compile(model, spec="ngram", num_draft_tokens=3, **sizes) as engine:
         assert engine.plan()["lossless"] is True
         assert engine.plan()["acceptance"] == "strict"
     with pytest.raises(InvalidOption, match="0 to 96; got 97"):

@@ -22,7 +22,12 @@ def engines() -> Iterator[dict[str, Engine]]:
     """Plain and speculative engines over the interpreted graphs, in the checkpoint's own bf16."""
     plain = compilespec.compile("demo", backend="eager", max_batch_size=4, max_seq_len=256)
     eagle = compilespec.compile(
-        "demo", spec="eagle3", backend="eager", max_batch_size=4, max_seq_len=256
+        "demo",
+        spec="eagle3",
+        num_draft_tokens=3,
+        backend="eager",
+        max_batch_size=4,
+        max_seq_len=256,
     )
     mtp = compilespec.compile(
         "demo", spec="mtp", backend="eager", max_batch_size=4, max_seq_len=256
