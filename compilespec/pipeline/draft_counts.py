@@ -66,8 +66,11 @@ def _own_or_none(
     lossless = is_lossless(options.acceptance_rule) and capabilities.lossless
     if _why_one_k(options, capabilities) or not lossless or own >= (options.max_seq_len or own + 1):
         return options, ()
-    why = f"every step verifies {own} drafts, or none where they do not pay: num_draft_tokens={own}"
-    return dataclasses.replace(options, num_draft_tokens=(0, own)), (f"{why} fixes that",)
+    why = (
+        f"a step verifies {own} drafts, or none where they do not pay; num_draft_tokens={own} has "
+        f"{own} in every step"
+    )
+    return dataclasses.replace(options, num_draft_tokens=(0, own)), (why,)
 
 
 def _why_one_k(options: CompileOptions, capabilities: Capabilities) -> str | None:
