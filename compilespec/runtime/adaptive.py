@@ -38,10 +38,11 @@ class AdaptiveDrafts:
         self._most = executor.geometry.config.num_draft_tokens
 
     def begin(self, requests: Sequence[Request], *, is_late: bool = False) -> StepPlan:
-        """Choose K for the step of these requests, which follows at once.
-
-        Args: is_late: a step before it was not read yet: the evidence is of drafts before these.
+        """Choose K for the step of these requests, which follows at once.  `is_late`: a step before
+        it was not read yet; the evidence is of drafts before these.
         """
+        if any(len(request.output_token_ids) == 1 for request in requests):
+            self.policy.begin_text()
         drafted = {
             request: self._drafted(request, is_late)
             for request in requests

@@ -59,15 +59,17 @@ class DraftPolicy:
         self._noted: Counter[JudgedDrafts] = Counter()  # since something was learnt last
         self._num_judged = 0  # steps, since then, of which drafts are known
 
+    def begin_text(self) -> None:
+        """A request begins, whose drafts may do better than those before: one trial is allowed."""
+        loss = self.costs.step(self._smallest, 1) - self.costs.step(self.counts[0], 1)
+        self._budget_ms = max(self._budget_ms, LEARN_INTERVAL * loss)
+
     def choose(
         self, drafted: Sequence[Drafted], batch: int, *, needs_replay: bool = False
     ) -> StepChoice:
-        """K of the next step.
+        """K of the next step of a batch, whose requests with a drafter to use are `drafted`.
 
-        Args:
-            drafted: each request whose drafter can be used.
-            batch: requests of the step, those without a drafter included.
-            needs_replay: whether some of them had steps of K = 0.
+        Args: needs_replay: whether some of them had steps of K = 0.
         """
         batch_now = batch, [one.most for one in drafted]
         if self._num_ahead and self._ahead_for == batch_now:
@@ -103,10 +105,7 @@ class DraftPolicy:
         *,
         is_trial: bool = False,
     ) -> None:
-        """Learn from a step of K = `count`.
-
-        Args: judged: the drafts of each request where they counted.
-        """
+        """Learn from a step of K = `count`; `judged`: each request's drafts, where they counted."""
         self.num_steps[count] += 1
         self.costs.update(count, batch, elapsed_ms)
         if is_trial:

@@ -53,6 +53,8 @@ class Policy:
         self._left -= 1
         return StepChoice(self._count)
 
+    def begin_text(self) -> None: ...
+
     def observe(self, *args: Any, **kwargs: Any) -> None: ...
 
     def describe(self) -> dict[str, object]:

@@ -71,6 +71,10 @@ class Text:
         self.num_placed = 1
         self.found = self.look_up()
 
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.tokens[1 : self.length]
+
     def look_up(self) -> Evidence:
         for end in range(self.num_placed, self.length):
             for size in range(1, min(3, end) + 1):

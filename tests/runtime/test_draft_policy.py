@@ -287,3 +287,23 @@ def test_times_that_were_taken_on_a_busy_machine_do_not_stay(right: float, wrong
         machine.run(100, 1, right)
     speed = sum(machine.run(300, 1, right) for _ in range(10)) / 10
     assert speed > 0.95 * max(machine.fixed(count, 1, right) for count in COUNTS)
+
+
+def test_a_new_text_is_tried_once() -> None:
+    """After texts whose drafts failed, one whose drafts are right is drafted soon; another that
+    fails costs no more than before.
+    """
+
+    def speed(right: float, *, is_told: bool) -> float:
+        ratios = []
+        for seed in range(6):
+            machine = Machine(seed=seed)
+            machine.run(2000, 1, 0.1)
+            machine.policy._budget_ms = 0.0  # other texts were tried just now
+            if is_told:
+                machine.policy.begin_text()
+            ratios.append(machine.run(200, 1, right) / machine.fixed(0, 1, right))
+        return sum(ratios) / len(ratios)
+
+    assert speed(0.95, is_told=True) > 1.15 * speed(0.95, is_told=False)
+    assert speed(0.1, is_told=True) > 0.95 * speed(0.1, is_told=False)

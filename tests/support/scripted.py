@@ -18,6 +18,8 @@ class Scripted:
         self.taken.append(next(self.counts))
         return StepChoice(num_draft_tokens=self.taken[-1])
 
+    def begin_text(self) -> None: ...
+
     def observe(self, *args: Any, **kwargs: Any) -> None: ...
 
 
