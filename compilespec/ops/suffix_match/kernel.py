@@ -46,6 +46,15 @@ def token_at(place, ahead, history_ptr, past_ptr, width, num_past, past_width, w
     return tl.where(is_past, past, own)
 
 
+@triton.jit
+def voters(place, k, least, match_ptr, history_ptr, past_ptr, width, num_past, past_width):
+    """The tokens `k` behind the places that still vote, and which those are."""
+    matched = tl.load(match_ptr + place, mask=place < num_past + width, other=0)
+    wanted = matched == least
+    token = token_at(place, k, history_ptr, past_ptr, width, num_past, past_width, wanted)
+    return token, wanted
+
+
 @triton.jit(do_not_specialize=["width", "num_past", "past_width", "vocab_size"])
 def suffix_kernel(
     history_ptr, length_ptr, past_ptr, match_ptr, votes_ptr, drafts_ptr, matched_ptr,
@@ -83,21 +92,22 @@ def suffix_kernel(
     longest = tl.max(longest_L, 0)
     is_long = longest >= MIN_MATCH
     tl.store(matched_ptr + b, tl.where(is_long, longest, 0))
+    least = tl.maximum(longest, MIN_MATCH)  # no place has it where none is long enough
     for k in range(NUM_DRAFTS):
         tl.debug_barrier()  # the matches that vote are noted, and the table is empty
         for first in range(0, num_places, BLOCK):
             place = first + tl.arange(0, BLOCK)
-            matched = tl.load(match_ptr + place, mask=place < num_places, other=0)
-            wanted = is_long & (matched == longest)
-            token = token_at(place, k, history_ptr, past_ptr, width, num_past, past_width, wanted)
+            token, wanted = voters(
+                place, k, least, match_ptr, history_ptr, past_ptr, width, num_past, past_width
+            )
             tl.atomic_add(votes_ptr + token, 1, mask=wanted & (token >= 0))
         tl.debug_barrier()
         best_L = tl.full([BLOCK], -1, tl.int64)
         for first in range(0, num_places, BLOCK):
             place = first + tl.arange(0, BLOCK)
-            matched = tl.load(match_ptr + place, mask=place < num_places, other=0)
-            wanted = is_long & (matched == longest)
-            token = token_at(place, k, history_ptr, past_ptr, width, num_past, past_width, wanted)
+            token, wanted = voters(
+                place, k, least, match_ptr, history_ptr, past_ptr, width, num_past, past_width
+            )
             wanted = wanted & (token >= 0)
             count = tl.load(votes_ptr + token, mask=wanted, other=0, volatile=True).to(tl.int64)
             best_L = tl.maximum(best_L, tl.where(wanted, count * num_places + place, -1))
@@ -111,8 +121,8 @@ def suffix_kernel(
         tl.debug_barrier()  # the table was read
         for first in range(0, num_places, BLOCK):
             place = first + tl.arange(0, BLOCK)
-            matched = tl.load(match_ptr + place, mask=place < num_places, other=0)
-            wanted = is_long & (matched == longest)
-            token = token_at(place, k, history_ptr, past_ptr, width, num_past, past_width, wanted)
+            token, wanted = voters(
+                place, k, least, match_ptr, history_ptr, past_ptr, width, num_past, past_width
+            )
             tl.store(votes_ptr + token, 0, mask=wanted & (token >= 0))
             tl.store(match_ptr + place, 0, mask=wanted & (token != draft))
