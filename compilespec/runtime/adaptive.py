@@ -20,6 +20,7 @@ class StepPlan(NamedTuple):
     num_draft_tokens: int
     is_trial: bool = False
     drafted: Mapping[Request, Drafted] = MappingProxyType({})  # those whose drafter can be used
+    redrafted: Sequence[Request] = ()  # those that caught up, and have other drafts now
 
 
 class AdaptiveDrafts:
@@ -43,20 +44,17 @@ class AdaptiveDrafts:
         """
         if any(len(request.output_token_ids) == 1 for request in requests):
             self.policy.begin_text()
-        drafted = {
-            request: self._drafted(request, is_late)
-            for request in requests
-            if request.backlog <= NUM_KEPT
-        }
+        usable = [request for request in requests if request.backlog <= NUM_KEPT]
+        drafted = {request: self._drafted(request, is_late) for request in usable}
         behind = [request for request in drafted if request.backlog]
         count, is_trial = self.policy.choose(
             list(drafted.values()), len(requests), needs_replay=bool(behind)
         )
-        if count and behind:
-            self._replay(behind)
         if not count:
             self._note_plain(requests)
-        return StepPlan(count, is_trial, drafted)
+        elif behind:
+            self._replay(behind)
+        return StepPlan(count, is_trial, drafted, behind if count else ())
 
     def end(
         self,

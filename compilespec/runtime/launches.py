@@ -77,8 +77,8 @@ class Launches:
             if self.adaptive is not None:
                 plan = self.adaptive.begin(requests, is_late=is_late)
             started = now_ms()  # the time of choosing K, and of a catch-up, is not this K's
-            if plan is not None and plan.num_draft_tokens:  # a catch-up may have drafted anew
-                write_masks(self._executor, requests, drafted=True)
+            if plan is not None:
+                write_masks(self._executor, plan.redrafted, drafted=True)
             count = None if plan is None else plan.num_draft_tokens
             handle = self._executor.launch_decode([request.row for request in requests], count)
         count = self._executor.geometry.config.num_draft_tokens if count is None else count
