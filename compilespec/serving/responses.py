@@ -139,10 +139,9 @@ class _ItemAnswer:
         """The response, which is stored."""
         parser = self.chat.parser()
         parts = parser.add(output.text or "") + parser.finish()
-        status = INCOMPLETE if output.finish_reason == "length" else COMPLETED
-        for _ in (*self._answer.add(parts), *self._answer.close(status)):
+        for _ in (*self._answer.add(parts), *self._answer.close(_status(output))):
             pass
-        return await self._ended(output, status)
+        return await self._ended(output)
 
     async def events(
         self, prompts: Sequence[ServedPrompt], tickets: Sequence[Ticket]
@@ -159,11 +158,10 @@ class _ItemAnswer:
             for event in self._answer.add(parts):
                 yield self._numbered(event)
             if delta.output is not None:
-                is_cut = delta.output.finish_reason == "length"
-                status = INCOMPLETE if is_cut else COMPLETED
+                status = _status(delta.output)
                 for event in self._answer.close(status):
                     yield self._numbered(event)
-                ended = await self._ended(delta.output, status)
+                ended = await self._ended(delta.output)
                 yield self._numbered({"type": f"response.{status}", "response": ended})
 
     def error(self, error: ApiError) -> dict[str, Any]:
@@ -176,16 +174,21 @@ class _ItemAnswer:
         self._num_events += 1
         return {**event, "sequence_number": self._num_events - 1}
 
-    async def _ended(self, output: GenerationOutput, status: str) -> dict[str, Any]:
+    async def _ended(self, output: GenerationOutput) -> dict[str, Any]:
+        status = _status(output)
         response = self._response(status)
         response["output"] = self._answer.items
         response["completed_at"] = int(time.time()) if status == COMPLETED else None
         if status == INCOMPLETE:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        response["usage"] = await self._service.off_the_loop(lambda: self._usage(output))
-        if self._asked.store:
-            record = {"response": response, "items": [*self._input, *self._answer.items]}
-            await self._service.off_the_loop(lambda: self._stored.put(self._id, record))
+
+        def count_and_store() -> None:
+            response["usage"] = self._usage(output)
+            if self._asked.store:
+                record = {"response": response, "items": [*self._input, *self._answer.items]}
+                self._stored.put(self._id, record)
+
+        await self._service.off_the_loop(count_and_store)
         return response
 
     def _response(self, status: str) -> dict[str, Any]:
@@ -221,7 +224,8 @@ class _ItemAnswer:
     def _usage(self, output: GenerationOutput) -> dict[str, Any]:
         """Tokens of reasoning are counted by encoding its text again."""
         told, tokenizer = usage([output], 1), self._service.tokenizer
-        thoughts = "".join(_texts(item) for item in self._answer.items if _is_reasoning(item))
+        reasoning = (item for item in self._answer.items if item["type"] == "reasoning")
+        thoughts = "".join(map(_texts, reasoning))
         num_thought = len(tokenizer.encode(thoughts, add_special_tokens=False)) if thoughts else 0
         return {
             "input_tokens": told["prompt_tokens"],
@@ -233,6 +237,10 @@ class _ItemAnswer:
             },
             "total_tokens": told["total_tokens"],
         }
+
+
+def _status(output: GenerationOutput) -> str:
+    return INCOMPLETE if output.finish_reason == "length" else COMPLETED
 
 
 # --- an answer as items ---
@@ -441,10 +449,6 @@ def _text(content: str | list[Any]) -> str:
 def _texts(item: dict[str, Any]) -> str:
     """The text of a reasoning item."""
     return "".join(part.get("text", "") for part in item.get("content") or ())
-
-
-def _is_reasoning(item: dict[str, Any]) -> bool:
-    return bool(item["type"] == "reasoning")
 
 
 def _read_tool(tool: dict[str, Any]) -> dict[str, Any]:

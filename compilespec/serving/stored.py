@@ -67,7 +67,11 @@ class StoredResponses:
             if not ID.fullmatch(name):
                 return None
             try:
-                data = self._records.get(name) if self._folder is None else self._read(name)
+                data = (
+                    self._records.get(name)
+                    if self._folder is None
+                    else self._path(name).read_bytes()
+                )
                 record = None if data is None else orjson.loads(data)
             except (OSError, orjson.JSONDecodeError):
                 return None
@@ -77,9 +81,6 @@ class StoredResponses:
         """True if there was such a record."""
         with self._lock:
             return bool(ID.fullmatch(name)) and self._drop(name)
-
-    def _read(self, name: str) -> bytes:
-        return self._path(name).read_bytes()
 
     def _path(self, name: str) -> Path:
         assert self._folder is not None, "only records in a folder have a path"

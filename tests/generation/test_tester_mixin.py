@@ -34,7 +34,7 @@ ATTENTIONS = {**RECORDS, "output_attentions": True}
 
 
 def near(ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
-    """A stopping criterion of one's own."""
+    """A stopping criterion that a caller wrote."""
     return (ids[:, -1] % 3 == 0) & (ids.shape[1] > 9)
 
 
