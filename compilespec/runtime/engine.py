@@ -385,7 +385,7 @@ class Engine:
         """`sleep`, between two steps."""
         if self.has_work:
             raise InvalidRequest("sleep: requests run or wait; finish or abort them first")
-        self._scheduler.reset_prefix_cache()
+        self._scheduler.reset_prefix_cache(empties=False)
         num_bytes = self._executor.release_caches()
         self._is_asleep = True
         return num_bytes

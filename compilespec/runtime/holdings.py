@@ -202,7 +202,7 @@ class Holdings:
     # --- beyond the pool ---
 
     def _stored(self, keys: Sequence[bytes], running: Sequence[Request]) -> int | None:
-        """How many blocks the tiers have; None while they are being read."""
+        """The number of blocks that the tiers have; None while they are being read."""
         while self._tiers is not None and (count := self._tiers.num_found(keys)):
             is_ready = self._tiers.ready(keys[:count], (), waits=not running)
             if is_ready is not None:

@@ -8,15 +8,14 @@ between two steps.
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Literal
 
 from torch import Tensor
 
-from compilespec.runtime.packed_rows import PackedRows
+from compilespec.runtime.packed_rows import PackedRows, copy_row
 from compilespec.runtime.prefix_files import PrefixFiles
 
 Kind = Literal["block", "state"]
@@ -53,7 +52,7 @@ class HostEntries:
         for name, row in zip(names, rows, strict=True):
             if name in self._place_of or (place := self._take(wanted)) is None:
                 continue
-            self._row(place).copy_(row, non_blocking=True)
+            copy_row(self._row(place), row)
             self._place_of[name] = place
 
     def get(self, name: str) -> Tensor:
@@ -111,13 +110,14 @@ class PrefixTiers:
         self.files = files
         self.num_from_host = self.num_from_disk = 0  # blocks
         self._wanted: frozenset[str] = frozenset()  # the entries that a request is about to take
-        self._read: dict[str, Tensor] = {}  # entries of the folder that were asked for
+        self._read: dict[str, Tensor] = {}  # entries of the folder
+        self._asked: dict[str, Tensor] = {}  # those that are being read
         self._reading: Future[list[bool]] | None = None
 
     # --- finding ---
 
     def num_found(self, keys: Sequence[bytes]) -> int:
-        """How many blocks of the beginning are here."""
+        """The number of blocks of the beginning that are here."""
         missing = (n for n, key in enumerate(keys) if not self._has(_name(key, "block")))
         return next(missing, len(keys))
 
@@ -140,13 +140,9 @@ class PrefixTiers:
         """
         named = {_name(key, "block"): self.rows["block"] for key in blocks}
         named |= {_name(key, "state"): self.rows["state"] for key in states}
-        if self._reading is not None and not self._reading.done():
-            if waits:
-                with contextlib.suppress(TimeoutError):
-                    self._reading.result(WAIT_S)
-            if not self._reading.done():
-                return False
-        are_good = self._end_reading()
+        if not self._has_read(waits=waits):
+            return False
+        is_whole = self._end_reading()
         self._wanted = frozenset(named)
         for entries in self.host.values():
             entries.touch([name for name in named if name in entries])
@@ -154,13 +150,13 @@ class PrefixTiers:
         missing = [n for n in named if n not in self._read and not self._is_on_host(n)]
         if not missing:
             return True
-        if not are_good:
+        if not is_whole:
             return None
         assert self.files is not None, "it was found there"
-        self._read |= {name: named[name].on_host(1)[0] for name in missing}
-        self._reading = self.files.fetch(missing, [self._read[name] for name in missing])
-        self._asked = missing
-        return self.ready(blocks, states, waits=True) if waits else False
+        self._asked = {name: named[name].on_host(1)[0] for name in missing}
+        self._reading = self.files.fetch(missing, list(self._asked.values()))
+        is_read = self._has_read(waits=waits)
+        return self.ready(blocks, states, waits=waits) if is_read else False
 
     def load(self, kind: Kind, keys: Sequence[bytes], places: Sequence[int]) -> None:
         """Write entries that are `ready` into blocks, or places of states."""
@@ -186,7 +182,7 @@ class PrefixTiers:
 
     def publish(self, kind: Kind, keys: Sequence[bytes], places: Sequence[int]) -> None:
         """Write what is complete into the folder, in the background."""
-        if self.files is None:
+        if self.files is None or self.files.is_off:
             return
         named = {_name(k, kind): p for k, p in zip(keys, places, strict=True)}
         named = {n: place for n, place in named.items() if not self.files.has(n)}
@@ -231,7 +227,7 @@ class PrefixTiers:
         self.rows = {}
 
     def describe(self) -> dict[str, Any]:
-        """What is kept where, for `Engine.plan()`."""
+        """The sizes of what is kept, for `Engine.plan()`."""
         plan: dict[str, Any] = {k: f"{rows.num_bytes} bytes" for k, rows in self.rows.items()}
         plan["host_mib"] = sum(entries.num_bytes for entries in self.host.values()) / 2**20
         if self.files is not None:
@@ -246,14 +242,20 @@ class PrefixTiers:
     def _is_on_host(self, name: str) -> bool:
         return any(name in entries for entries in self.host.values())
 
+    def _has_read(self, *, waits: bool) -> bool:
+        """True where nothing is being read."""
+        if self._reading is not None and waits:
+            wait([self._reading], WAIT_S)
+        return self._reading is None or self._reading.done()
+
     def _end_reading(self) -> bool:
-        """Wait for what is being read; False where some of it was damaged."""
+        """Take what was read; False where some of it was damaged."""
         if self._reading is None:
             return True
         good, self._reading = self._reading.result(), None
-        for name, is_good in zip(self._asked, good, strict=True):
-            if not is_good:
-                del self._read[name]
+        self._read |= {
+            name: row for (name, row), ok in zip(self._asked.items(), good, strict=True) if ok
+        }
         return all(good)
 
 

@@ -122,11 +122,15 @@ class Scheduler:
         with self._changing():
             self._fail(request, error)
 
-    def reset_prefix_cache(self) -> None:
-        """Forget the published blocks; running requests publish none of their present ones."""
+    def reset_prefix_cache(self, *, empties: bool = True) -> None:
+        """Forget the published blocks; running requests publish none of their present ones.
+
+        Args:
+            empties: those of a folder, too.
+        """
         with self._changing():
             self.holdings.withdraw_all(self.line.running)
-            self.holdings.renew_tiers(empties=True)
+            self.holdings.renew_tiers(empties=empties)
 
     @property
     def has_begun(self) -> bool:
