@@ -40,7 +40,7 @@ class Delta:
         return None if self.output is None else self.output.finish_reason
 
 
-FinishReason = Literal["stop", "length", "aborted", "error"]
+FinishReason = Literal["stop", "length", "deadline", "aborted", "error"]
 
 
 @dataclass(kw_only=True)

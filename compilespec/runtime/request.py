@@ -100,6 +100,12 @@ class Request:
         return len(self.prompt_token_ids) + self.params.max_new_tokens
 
     @property
+    def is_late(self) -> bool:
+        """True behind its deadline."""
+        limit = self.params.deadline_seconds
+        return limit is not None and now_ms() >= self.timings.submitted_ms + 1e3 * limit
+
+    @property
     def prefix_key(self) -> bytes:
         """The key on which its cache blocks depend beside tokens."""
         adapter = b"" if self.adapter is None else self.adapter.key

@@ -128,6 +128,11 @@ class SamplingParams:
     num_draft_tokens: int | None = None
     """Draft tokens per step for this request, at most the engine's; None is the engine's."""
 
+    deadline_seconds: float | None = None
+    """The request ends, with the tokens that it has, at the first step that begins this long after
+    it was submitted; its finish_reason is "deadline".
+    """
+
     prediction: str | tuple[int, ...] | None = None
     """Text, or ids, that much of the output is expected to repeat, such as the file that is edited:
     drafts are looked up there, too.  It changes no token.  Only methods that remember texts take
@@ -244,6 +249,8 @@ def _check_numbers(params: SamplingParams) -> None:
     check("repetition_penalty", "a finite number above 0", 0.0, math.inf, open_low=True)
     check("presence_penalty", "a finite number", -math.inf, math.inf)
     check("frequency_penalty", "a finite number", -math.inf, math.inf)
+    if params.deadline_seconds is not None:
+        check("deadline_seconds", "a finite number above 0", 0.0, math.inf, open_low=True)
 
 
 def _check_stops(params: SamplingParams) -> None:

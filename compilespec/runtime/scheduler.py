@@ -206,8 +206,12 @@ class Scheduler:
         self._deliver(spare_this_step=reads_late)
 
     def _plan(self) -> bool:
-        """Admit requests.  Returns True where the step's tokens are read after the next launch."""
+        """End late requests and admit others.  Returns True where the step's tokens are read after
+        the next launch.
+        """
         self.launches.begin_step()
+        for request in [r for r in (*self.line.running, *self.line.waiting) if r.is_late]:
+            self._finish(request, "deadline")
         self._admit()
         return self._overlap and not any(map(_needs_host, self.line.running))
 

@@ -72,6 +72,9 @@ async def follow(tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[int, Delta],
             yield index, delta
 
 
+CUT = ("length", "deadline")  # reasons of an answer that is not whole
+
+
 def check_ended(output: GenerationOutput) -> None:
     """Raises: ApiError where an output did not come to its end."""
     if output.error is not None:
@@ -132,8 +135,12 @@ class UsageCount:
 
 
 def ending(output: GenerationOutput, eos_token_ids: frozenset[int]) -> dict[str, Any]:
-    """The reason why a choice ended; `stop_reason` is the stop string or stop id, None for EOS."""
+    """The reason why a choice ended; `stop_reason` is the stop string or stop id, None for EOS.
+    OpenAI's API has no word for a deadline.
+    """
     by = output.stopped_by
+    if output.finish_reason == "deadline":
+        return {"finish_reason": "length", "stop_reason": "deadline"}
     return {
         "finish_reason": output.finish_reason,
         "stop_reason": None if isinstance(by, int) and by in eos_token_ids else by,

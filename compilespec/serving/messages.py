@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from compilespec.runtime.outputs import GenerationOutput
 from compilespec.runtime.ticket import Ticket
-from compilespec.serving.answers import abort_open, follow, wait_all
+from compilespec.serving.answers import CUT, abort_open, follow, wait_all
 from compilespec.serving.chat import Chat, chat_prompt
 from compilespec.serving.errors import bad_request
 from compilespec.serving.events import EventStream, unless_left
@@ -57,6 +57,7 @@ class MessagesRequest(CountRequest):
     # Our own fields.
     seed: int | None = None
     num_draft_tokens: int | None = None
+    deadline_seconds: float | None = None
     priority: int = 0
 
 
@@ -142,7 +143,7 @@ class _Message:
 
     def _ending(self, output: GenerationOutput, *, has_calls: bool) -> dict[str, Any]:
         by = output.stopped_by if isinstance(output.stopped_by, str) else None
-        reason = "max_tokens" if output.finish_reason == "length" else "end_turn"
+        reason = "max_tokens" if output.finish_reason in CUT else "end_turn"
         if output.finish_reason == "stop" and (by is not None or has_calls):
             reason = "tool_use" if by is None else "stop_sequence"
         return {"stop_reason": reason, "stop_sequence": by}
@@ -215,7 +216,7 @@ def _usage(num_prompt: int, num_cached: int, num_new: int) -> dict[str, int]:
 
 def _sampling(asked: MessagesRequest) -> dict[str, Any]:
     same = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "priority",
-            "num_draft_tokens")  # fmt: skip
+            "num_draft_tokens", "deadline_seconds")  # fmt: skip
     given = {name: getattr(asked, name) for name in same}
     return {**given, "stop": asked.stop_sequences}
 

@@ -14,7 +14,7 @@ from compilespec.serving.protocol import ChatRequest, CompletionRequest, Samplin
 SAME = (
     "temperature", "top_p", "min_p", "n", "seed", "presence_penalty", "frequency_penalty",
     "logit_bias", "repetition_penalty", "stop_token_ids", "ignore_eos", "allowed_token_ids",
-    "bad_token_ids", "num_draft_tokens",
+    "bad_token_ids", "num_draft_tokens", "deadline_seconds",
 )  # fmt: skip
 OPENAI_TEMPERATURE = 1.0  # the temperature if neither the request nor the checkpoint has one
 COMPLETION_TOKENS = 16  # OpenAI's default there; chats may fill the context

@@ -112,6 +112,7 @@ class Sampling(Asked):
     allowed_token_ids: tuple[int, ...] | None = None
     bad_token_ids: tuple[int, ...] | None = None
     num_draft_tokens: int | None = None
+    deadline_seconds: float | None = None
     priority: int = 0
     compact_json: bool = True
     """No white space between the parts of guided JSON."""

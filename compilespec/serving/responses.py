@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from compilespec.runtime.outputs import GenerationOutput
 from compilespec.runtime.ticket import Ticket
-from compilespec.serving.answers import abort_open, follow, usage, wait_all
+from compilespec.serving.answers import CUT, abort_open, follow, usage, wait_all
 from compilespec.serving.chat import Chat
 from compilespec.serving.errors import ApiError, bad_request
 from compilespec.serving.events import EventStream, unless_left
@@ -67,6 +67,7 @@ class ResponsesRequest(Asked):
     min_p: float | None = None
     seed: int | None = None
     num_draft_tokens: int | None = None
+    deadline_seconds: float | None = None
     priority: int = 0
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -240,7 +241,7 @@ class _ItemAnswer:
 
 
 def _status(output: GenerationOutput) -> str:
-    return INCOMPLETE if output.finish_reason == "length" else COMPLETED
+    return INCOMPLETE if output.finish_reason in CUT else COMPLETED
 
 
 # --- an answer as items ---
@@ -337,7 +338,8 @@ def _as_chat(asked: ResponsesRequest, items: Items) -> ChatRequest:
             param="input",
         )
     same = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p",
-            "seed", "num_draft_tokens", "priority", "chat_template_kwargs")  # fmt: skip
+            "seed", "num_draft_tokens", "deadline_seconds", "priority",
+            "chat_template_kwargs")  # fmt: skip
     given = {name: getattr(asked, name) for name in same}
     given["max_tokens"] = asked.max_output_tokens
     given["response_format"] = _read_format((asked.text or {}).get("format"))

@@ -217,6 +217,35 @@ def test_a_priority_is_an_integer(priority):
     assert not engine.has_work
 
 
+# --- deadlines ---
+
+
+def test_a_request_ends_at_its_deadline_with_the_tokens_it_has():
+    """One that runs and one that waits; the others go on, and rows and blocks are free again."""
+    engine = make_engine(max_batch_size=2)
+    late = submit(engine, 8, 60, params={"deadline_seconds": 1e6})
+    other = submit(engine, 8, 20, seed=1)
+    waits = submit(engine, 8, 60, seed=2, params={"deadline_seconds": 1e-9})
+    for _ in range(4):
+        engine.step()
+    assert waits.finish_reason == "deadline"
+    assert waits.output().token_ids == []
+    late.timings.submitted_ms -= 1e9
+    drain(engine)
+    assert late.finish_reason == "deadline"
+    count = len(late.output_token_ids)
+    assert 0 < count < 60
+    assert late.output_token_ids == toy_decode(late.prompt_token_ids, count, VOCAB)
+    assert_right([other])
+    assert_nothing_held(engine)
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), "soon", True])
+def test_a_deadline_is_a_time(seconds):
+    with pytest.raises(InvalidRequest, match="deadline_seconds: expected a finite number above 0"):
+        SamplingParams(deadline_seconds=seconds)
+
+
 def test_patience_ends():
     """One of low priority is overtaken by `PATIENCE` later ones, and by no more."""
     engine = make_engine(max_batch_size=1)

@@ -153,6 +153,10 @@ def test_fields_of_ours(client: httpx2.Client) -> None:
     choice = client.post("/v1/completions", json=whole).json()["choices"][0]
     assert choice["finish_reason"] == "stop"
     assert choice["stop_reason"] == tokens[4]
+    late = client.post("/v1/completions", json={**whole, "deadline_seconds": 1e-9}).json()
+    choice = late["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("", "length")
+    assert choice["stop_reason"] == "deadline"
 
 
 def test_echo_and_no_token_at_all(client: httpx2.Client) -> None:

@@ -85,6 +85,11 @@ HOSTILE: dict[str, Request] = {
     "a pattern in a schema": _guided(
         lambda: JsonSchema({"type": "string", "pattern": "^(a{1000}){1000}$"})
     ),
+    "patterns that must all hold": _guided(
+        lambda: JsonSchema(
+            {"allOf": [{"pattern": f"^[a-z]{{{n},{7 * n}}}$"} for n in range(1, 40)]}
+        )
+    ),
     "a deep schema": _guided(lambda: JsonSchema(_deep(400))),
     "a wide schema": _guided(lambda: JsonSchema(_members(500))),
     "many alternatives": _guided(lambda: JsonSchema({"anyOf": [_members(9) for _ in range(90)]})),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compilespec.errors import GuideFailed, InvalidRequest, MissingDependency
 from compilespec.runtime.guides.base import Matcher, Vocabulary, only_bit
+from compilespec.runtime.guides.trial import why_too_much
 from compilespec.runtime.texts import (
     MAX_NESTING,
     check_unicode,
@@ -121,12 +122,14 @@ def text_matcher(kind: str, source: str, vocabulary: Vocabulary) -> Matcher:
             compiled = vocabulary.grammars.get(key)
             compiled = compiled or _compile(llguidance, kind, source, vocabulary)
     vocabulary.keep(key, compiled)
+    if isinstance(compiled, str):
+        raise InvalidRequest(compiled)
     return _TextMatcher(compiled.deep_copy(), _tokens(vocabulary), vocabulary.num_words)
 
 
 def _check_source(kind: str, source: str) -> None:
     if len(source) > MAX_SOURCE:
-        what = "regular expression (of a choice: its options)" if kind == "regex" else "JSON schema"
+        what = _name(kind) + (" (of a choice: its options)" if kind == "regex" else "")
         raise InvalidRequest(
             f"SamplingParams.guide: the {what} has {len(source)} characters; expected at most "
             f"{MAX_SOURCE}: give a smaller one, or a Choice of lists of token ids"
@@ -150,8 +153,13 @@ def _llguidance() -> Any:
 
 
 def _compile(llguidance: Any, kind: str, source: str, vocabulary: Vocabulary) -> Any:
+    """A matcher at the beginning; why there is none, where compiling takes too much.  Raises:
+    InvalidRequest.
+    """
     matcher = llguidance.LLMatcher
     grammar = _grammar(matcher, kind, source)
+    if too_much := why_too_much(grammar, MAX_EXPRESSIONS):
+        return f"SamplingParams.guide: the {_name(kind)} is refused: {too_much}: give a smaller one"
     limits = llguidance.LLParserLimits(initial_lexer_fuel=MAX_EXPRESSIONS, verbose_errors=False)
     compiled = matcher(_tokens(vocabulary).llg, grammar, log_level=0, limits=limits)
     why = compiled.get_error()
@@ -160,10 +168,13 @@ def _compile(llguidance: Any, kind: str, source: str, vocabulary: Vocabulary) ->
         trial.compute_bitmask()
         why = trial.get_error()
     if why:
-        what = {"regex": "regular expression", "grammar": "grammar"}.get(kind, "JSON schema")
         why = _one_line(why.replace("<non-verbose/>", ""))
-        raise InvalidRequest(f"SamplingParams.guide: llguidance refuses the {what}: {why}")
+        raise InvalidRequest(f"SamplingParams.guide: llguidance refuses the {_name(kind)}: {why}")
     return compiled
+
+
+def _name(kind: str) -> str:
+    return {"regex": "regular expression", "grammar": "grammar"}.get(kind, "JSON schema")
 
 
 def _grammar(matcher: Any, kind: str, source: str) -> str:
