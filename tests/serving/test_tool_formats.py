@@ -17,10 +17,18 @@ from compilespec.serving.parsers.calls import Calls
 from compilespec.serving.parsers.formats import FORMATS, known_format, known_reasoning
 from compilespec.serving.parsers.parts import Parts
 from compilespec.serving.tools import tool_format
-from tests.serving.tool_answers import ANSWERS, HARMONY, KIMI_K2, MISTRAL, TOOLS, Answer
+from tests.serving.tool_answers import HARMONY, KIMI_K2, MISTRAL, TOOLS, Answer
+from tests.serving.tool_writers import ALL
 from tests.support.live_server import Live, live, toy_engine, toy_tokenizer
 
-CASES = [(form, name) for form, answers in ANSWERS.items() for name in answers]
+ALWAYS = ("written: three at once", "written: every kind of value")
+CASES = [
+    pytest.param(form, name, marks=pytest.mark.slow)
+    if name.startswith("written") and name not in ALWAYS
+    else (form, name)
+    for form, answers in ALL.items()
+    for name in answers
+]
 
 
 def read(form: str, pieces: tuple[str, ...] | list[str]) -> Parts:
@@ -43,12 +51,13 @@ def told(parts: Parts) -> Any:
 
 
 def test_every_form_has_answers() -> None:
-    assert ANSWERS.keys() == FORMATS.keys()
+    assert ALL.keys() == FORMATS.keys()
+    assert all(len(answers) >= 30 for answers in ALL.values())
 
 
 @pytest.mark.parametrize(("form", "name"), CASES)
 def test_answers_give_their_calls_however_they_are_cut(form: str, name: str) -> None:
-    answer: Answer = ANSWERS[form][name]
+    answer: Answer = ALL[form][name]
     whole = read(form, [answer.text])
     assert (whole.content, whole.reasoning) == (answer.content, answer.reasoning)
     assert [call.name for call in whole.calls] == [name for name, _ in answer.calls]
@@ -70,7 +79,7 @@ SLOW = {"harmony": "lines and braces", "mistral": "lines and braces", "kimi_k2":
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_names_come_before_arguments_and_these_as_they_are_written(form: str) -> None:
-    answer = ANSWERS[form][SLOW[form]]
+    answer = ALL[form][SLOW[form]]
     parser = Calls(FORMATS[form], TOOLS)
     pieces = [call for char in answer.text for call in parser.add(char).calls]
     assert pieces[0].name == answer.calls[0][0]
@@ -95,8 +104,8 @@ def test_content_waits_no_longer_than_for_a_mark(form: str) -> None:
 @pytest.mark.parametrize("form", FORMATS)
 def test_long_arguments_take_time_in_proportion(form: str) -> None:
     """A text of 100,000 characters, in pieces and whole; a square would take minutes."""
-    name = next(name for name in ("unicode", "braces", "one", "marked") if name in ANSWERS[form])
-    text = ANSWERS[form][name].text.replace("日本", "\n日<" * 33_000)
+    name = next(name for name in ("unicode", "braces", "one", "marked") if name in ALL[form])
+    text = ALL[form][name].text.replace("日本", "\n日<" * 33_000)
     text = text.replace("Oslo", "a<" * 50_000).replace("}{", "}{[" * 33_000)
     begun = time.perf_counter()
     whole = told(read(form, [text]))
