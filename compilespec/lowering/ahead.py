@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from compilespec._torch_compat import OpOverload
+from compilespec._torch_compat import OpOverload, size_expression
 from compilespec.ops._library import NAMESPACE, TRITON_KERNELS, has_triton
 from compilespec.ops.device import traits_of
 from compilespec.program import Lowered, PhaseGraph, StepKey
@@ -52,7 +52,7 @@ def compile_kernels(
 def launches(graph: PhaseGraph, sizes: Sequence[Sizes]) -> dict[str, Callable[[], Any]]:
     """The calls of our operators at these sizes, by a text that equal calls share."""
     letters = {
-        fake.shape[0].node.expr: spec.name.rpartition("_")[2][0]
+        size_expression(fake.shape[0]): spec.name.rpartition("_")[2][0]
         for spec, fake in zip(graph.inputs, graph.fakes, strict=True)
         if spec.kind == "batch" and isinstance(fake.shape[0], torch.SymInt)
     }
@@ -97,7 +97,7 @@ def _without_memory(known: Mapping[Any, int], value: Any) -> Any:
     """
 
     def number(one: Any) -> int:
-        return int(one.node.expr.subs(known)) if isinstance(one, torch.SymInt) else one
+        return int(size_expression(one).subs(known)) if isinstance(one, torch.SymInt) else one
 
     if isinstance(value, Tensor):
         shape, strides = (tuple(map(number, each)) for each in (value.shape, value.stride()))
