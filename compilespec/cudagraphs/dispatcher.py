@@ -104,6 +104,11 @@ class Dispatcher:
         """Keys of the buckets that may have graphs."""
         return [self._key(bucket) for bucket in self.buckets] if self._recorder else []
 
+    @property
+    def captured_sizes(self) -> list[dict[str, int]]:
+        """By letter: the sizes of each bucket that may have a graph."""
+        return [dict(zip(self._dims, key.bucket, strict=True)) for key in self.keys]
+
     def prepare(self) -> None:
         """Called once, before all buckets are captured."""
         if self._recorder is not None:

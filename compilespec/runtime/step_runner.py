@@ -14,6 +14,7 @@ from compilespec.cudagraphs.dispatcher import Dispatcher, capture_all
 from compilespec.cudagraphs.modes import GraphOptions
 from compilespec.cudagraphs.recorder import make_recorder
 from compilespec.errors import NotSupported
+from compilespec.lowering.ahead import compile_kernels
 from compilespec.ops.device import traits_of
 from compilespec.ops.thread_pool import use_thread_pool
 from compilespec.passes.splice.evidence import Evidence
@@ -126,11 +127,11 @@ class StepRunner:
 
     def capture(self, progress: Reporter | None = None) -> None:
         """Capture graphs, the largest first, as the options say; only while all rows are free."""
-        capture_all(
-            list(self.calls.values()),
-            startup_seconds=self._graphs.startup_seconds,
-            progress=progress,
-        )
+        startup_seconds = self._graphs.startup_seconds
+        if self.lowered is not None and startup_seconds > 0:
+            sizes = {call.key: call.captured_sizes for call in self.calls.values()}
+            compile_kernels(self.lowered, sizes, progress or Reporter())
+        capture_all(list(self.calls.values()), startup_seconds=startup_seconds, progress=progress)
 
     def graph_report(self) -> dict[str, Any] | None:
         """The graphs captured so far, and their cost; None without graphs."""

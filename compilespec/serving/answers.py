@@ -10,6 +10,9 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import orjson
+from starlette.responses import Response
+
 from compilespec.errors import EngineClosed
 from compilespec.runtime.outputs import Delta, GenerationOutput
 from compilespec.runtime.ticket import Ticket
@@ -70,6 +73,10 @@ async def follow(tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[int, Delta],
             if delta.output is not None:
                 check_ended(delta.output)
             yield index, delta
+
+
+def json_answer(data: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(data), status_code=status, media_type="application/json")
 
 
 CUT = ("length", "deadline")  # reasons of an answer that is not whole

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse
 
 from compilespec.runtime.engine import Engine
 from compilespec.serving.admin import add_admin_routes
+from compilespec.serving.answers import json_answer
 from compilespec.serving.chat import answer_chat, chat_prompt
 from compilespec.serving.completions import complete
 from compilespec.serving.errors import MESSAGES, ApiError
@@ -95,35 +95,37 @@ def _add_routes(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return _json({"object": "list", "data": [_model(service, n) for n in _names(service)]})
+        return json_answer(
+            {"object": "list", "data": [_model(service, n) for n in _names(service)]}
+        )
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         service.check_model(name)
-        return _json(_model(service, name))
+        return json_answer(_model(service, name))
 
     @app.get("/health")
     async def health() -> Response:
         state = service.thread.health().state
-        return _json({"status": state}, 200 if state == "ready" else 503)
+        return json_answer({"status": state}, 200 if state == "ready" else 503)
 
     @app.get("/stats")
     async def stats() -> Response:
-        return _json(stats_of(service))
+        return json_answer(stats_of(service))
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         asked = await read_body(request, TokenizeRequest)
-        return _json(await service.off_the_loop(lambda: _tokenize(service, asked)))
+        return json_answer(await service.off_the_loop(lambda: _tokenize(service, asked)))
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         asked = await read_body(request, DetokenizeRequest)
-        return _json(await service.off_the_loop(lambda: _detokenize(service, asked)))
+        return json_answer(await service.off_the_loop(lambda: _detokenize(service, asked)))
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> Response:
-        return _json(_tokenizer_info(service))
+        return json_answer(_tokenizer_info(service))
 
     @app.get("/")
     async def page() -> Response:
@@ -218,10 +220,6 @@ def _detokenize(service: Service, asked: DetokenizeRequest) -> dict[str, Any]:
         raise ApiError(400, "the model has no tokenizer")
     service.engine.encode(asked.tokens)  # refuses ids that do not exist
     return {"prompt": str(service.tokenizer.decode(asked.tokens))}
-
-
-def _json(data: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(data), status_code=status, media_type="application/json")
 
 
 def _told(request: Request, error: Exception) -> Response:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,6 +16,7 @@ from compilespec.serving.answers import (
     abort_open,
     ending,
     follow,
+    json_answer,
     marks,
     usage,
     wait_all,
@@ -43,7 +43,7 @@ async def complete(service: Service, request: Request) -> Response:
         events = answer.events(prompts, tickets)
         return EventStream(events, service.options, lambda: abort_open(tickets))
     outputs = await unless_left(request, wait_all(tickets, service.options))
-    return Response(orjson.dumps(answer.whole(prompts, outputs)), media_type="application/json")
+    return json_answer(answer.whole(prompts, outputs))
 
 
 class _Completion:

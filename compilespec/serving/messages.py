@@ -10,14 +10,13 @@ import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from compilespec.runtime.outputs import GenerationOutput
 from compilespec.runtime.ticket import Ticket
-from compilespec.serving.answers import CUT, abort_open, follow, wait_all
+from compilespec.serving.answers import CUT, abort_open, follow, json_answer, wait_all
 from compilespec.serving.chat import Chat, chat_prompt
 from compilespec.serving.errors import bad_request
 from compilespec.serving.events import EventStream, unless_left
@@ -76,7 +75,7 @@ async def answer_messages(service: Service, request: Request) -> Response:
             as_event=lambda error: error.anthropic_body,
         )
     (output,) = await unless_left(request, wait_all(tickets, service.options))
-    return Response(orjson.dumps(answer.whole(output)), media_type="application/json")
+    return json_answer(answer.whole(output))
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
@@ -89,7 +88,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
         return len(service.engine.encode(chat_prompt(chat, read_tools(chat, service).shown)))
 
     number = await service.off_the_loop(count)
-    return Response(orjson.dumps({"input_tokens": number}), media_type="application/json")
+    return json_answer({"input_tokens": number})
 
 
 class _Message:

@@ -11,14 +11,13 @@ import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from compilespec.runtime.outputs import GenerationOutput
 from compilespec.runtime.ticket import Ticket
-from compilespec.serving.answers import CUT, abort_open, follow, usage, wait_all
+from compilespec.serving.answers import CUT, abort_open, follow, json_answer, usage, wait_all
 from compilespec.serving.chat import Chat
 from compilespec.serving.errors import ApiError, bad_request
 from compilespec.serving.events import EventStream, unless_left
@@ -90,13 +89,13 @@ async def answer_responses(service: Service, stored: StoredResponses, request: R
             as_event=answer.error,
         )
     (output,) = await unless_left(request, wait_all(tickets, service.options))
-    return _json(await answer.whole(output))
+    return json_answer(await answer.whole(output))
 
 
 async def stored_response(service: Service, stored: StoredResponses, name: str) -> Response:
     """Raises: ApiError."""
     record = await find_stored(service, stored, name)
-    return _json(record["response"])
+    return json_answer(record["response"])
 
 
 async def stored_input(service: Service, stored: StoredResponses, name: str) -> Response:
@@ -105,14 +104,14 @@ async def stored_input(service: Service, stored: StoredResponses, name: str) -> 
     items = record["items"][: len(record["items"]) - len(record["response"]["output"])]
     ids = [item.get("id") for item in items] or [None]
     listed = {"object": "list", "data": items, "first_id": ids[0], "last_id": ids[-1]}
-    return _json({**listed, "has_more": False})
+    return json_answer({**listed, "has_more": False})
 
 
 async def remove_stored(service: Service, stored: StoredResponses, name: str) -> Response:
     """Raises: ApiError."""
     if not await service.off_the_loop(lambda: stored.remove(name)):
         raise _not_stored(name)
-    return _json({"id": name, "object": "response", "deleted": True})
+    return json_answer({"id": name, "object": "response", "deleted": True})
 
 
 async def find_stored(service: Service, stored: StoredResponses, name: str) -> dict[str, Any]:
@@ -181,13 +180,15 @@ class _ItemAnswer:
         response["output"] = self._answer.items
         response["completed_at"] = int(time.time()) if status == COMPLETED else None
         if status == INCOMPLETE:
-            response["incomplete_details"] = {"reason": "max_output_tokens"}
+            is_late = output.finish_reason == "deadline"
+            reason = "deadline" if is_late else "max_output_tokens"
+            response["incomplete_details"] = {"reason": reason}
 
         def count_and_store() -> None:
             response["usage"] = self._usage(output)
             if self._asked.store:
                 record = {"response": response, "items": [*self._input, *self._answer.items]}
-                self._stored.put(self._id, record)
+                response["store"] = self._stored.put(self._id, record)
 
         await self._service.off_the_loop(count_and_store)
         return response
@@ -501,7 +502,3 @@ def _not_stored(name: str) -> ApiError:
         code="previous_response_not_found",
         param="previous_response_id",
     )
-
-
-def _json(data: Any) -> Response:
-    return Response(orjson.dumps(data), media_type="application/json")

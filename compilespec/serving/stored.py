@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import threading
@@ -13,6 +14,8 @@ from typing import Any
 import orjson
 
 from compilespec.errors import InvalidOption
+
+logger = logging.getLogger("compilespec")
 
 ID = re.compile(r"resp_[0-9a-f]{32}")
 
@@ -44,22 +47,21 @@ class StoredResponses:
                 self._sizes[path.stem] = stat.st_size
         self._make_room()
 
-    def put(self, name: str, record: dict[str, Any]) -> None:
-        """Keep a record; it takes the place of the oldest ones where there is no room."""
+    def put(self, name: str, record: dict[str, Any]) -> bool:
+        """Keep a record; it takes the place of the oldest ones where there is no room.  Returns
+        False where it is too large, or its file cannot be written, which the log says.
+        """
         data = orjson.dumps(record)
         with self._lock:
             if len(data) > self._max_bytes:
-                return
+                return False
             if self._folder is None:
                 self._records[name] = data
-            else:
-                path = self._path(name)
-                passing = path.with_suffix(f".{os.getpid()}.part")
-                passing.touch(mode=0o600)
-                passing.write_bytes(data)
-                passing.replace(path)
+            elif not _write(self._path(name), data):
+                return False
             self._sizes[name] = len(data)
             self._make_room()
+        return True
 
     def get(self, name: str) -> dict[str, Any] | None:
         """A record; None where there is none, or none that can be read."""
@@ -98,3 +100,18 @@ class StoredResponses:
     def _make_room(self) -> None:
         while sum(self._sizes.values()) > self._max_bytes:
             self._drop(next(iter(self._sizes)))
+
+
+def _write(path: Path, data: bytes) -> bool:
+    """Write a file, whole or not at all; False where that fails."""
+    passing = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        passing.touch(mode=0o600)
+        passing.write_bytes(data)
+        passing.replace(path)
+    except OSError as error:
+        logger.warning("a response was not stored: %s", error)
+        with contextlib.suppress(OSError):
+            passing.unlink(missing_ok=True)
+        return False
+    return True

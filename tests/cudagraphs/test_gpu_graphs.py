@@ -11,6 +11,7 @@ import torch
 import compilespec
 from compilespec import SamplingParams
 from compilespec.methods.eagle3 import random_head
+from compilespec.runtime import step_runner
 from compilespec.runtime.engine import Engine
 from compilespec.runtime.executor import PrefillChunk
 from tests.support.models import VOCAB, target_info, tiny_target
@@ -106,3 +107,30 @@ def test_launching_a_step_does_not_wait_for_the_device(engine: Engine) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(runner.collect(handle)[0] for handle in handles)
+
+
+def test_capturing_compiles_no_kernel_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers compile them before, and what they compile is what is launched."""
+    from triton import knobs
+    from triton.runtime import jit
+
+    compiled: dict[str, list[str]] = {"before": [], "capturing": []}
+    when, capture_all = ["before"], step_runner.capture_all
+
+    def capture(*given: Any, **options: Any) -> None:
+        when[0] = "capturing"
+        capture_all(*given, **options)
+
+    def note(*, fn: Any, **about: Any) -> None:
+        if fn.module.startswith("compilespec."):
+            compiled[when[0]].append(fn.name)
+
+    monkeypatch.setattr(step_runner, "capture_all", capture)
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", note)
+    for kernel in jit._triton_jit_function_registry.values():
+        kernel.device_caches.clear()  # as in a new process
+    with build(backend="eager") as engine:
+        assert engine.plan()["cudagraphs"]["graphs"]
+    names = {name.rpartition(".")[2] for name in compiled["before"]}
+    assert {"attend_kernel", "write_kernel"} <= names
+    assert compiled["capturing"] == []

@@ -26,7 +26,7 @@ LAB = tuple(page for page in PAGES if page.startswith("docs/lab/"))
 DECISIONS = tuple(page for page in PAGES if page.startswith("docs/decisions/"))
 HISTORY = ("CHANGELOG.md", *LAB)  # speak of what was
 # Flags of other programs, and of tools.
-OTHERS = {"--nproc-per-node", "--head", "--local-dir", "--serving", "--tasks", "--without-gpu",
+OTHERS = {"--nproc-per-node", "--head", "--local-dir", "--serving", "--tasks", "--tiny",
           "--guest-python", "--openvino-python", "--real", "--first-token", "--only",
           "--cold-repeats"}  # fmt: skip
 VLLM = {"--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--gpu-memory-utilization",

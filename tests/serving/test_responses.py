@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,7 @@ def test_the_oldest_ones_make_room(tmp_path: Path, place: str) -> None:
     for name in names[:3]:
         stored.put(name, {"text": "x" * 30})
     assert [stored.get(name) is not None for name in names[:3]] == [False, True, True]
-    stored.put(names[3], {"text": "x" * 200})
+    assert not stored.put(names[3], {"text": "x" * 200})
     assert stored.get(names[3]) is None
     assert stored.get(names[2]) == {"text": "x" * 30}
     assert stored.remove(names[1])
@@ -163,6 +164,22 @@ def test_the_oldest_ones_make_room(tmp_path: Path, place: str) -> None:
     if folder:
         assert StoredResponses(100, folder).get(names[2]) is not None
         assert StoredResponses(10, folder).get(names[2]) is None
+
+
+def test_a_full_disk_costs_the_stored_response_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(path: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with saying("one", stored_responses_dir=str(tmp_path)) as client:
+        monkeypatch.setattr(Path, "write_bytes", full)
+        told = client.responses.create(model="toy", input=HELLO)
+        assert (told.output_text, told.store) == ("one", False)
+        assert "a response was not stored: " in caplog.text
+        assert not list(tmp_path.iterdir())
+        with pytest.raises(openai.NotFoundError, match="no stored response"):
+            client.responses.retrieve(told.id)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from tools.fake_cuda.build import DRIVER, VALUES, library_folder
 
 _TEXTS = ("fake_refusals", "fake_faults", "fake_kernels", "fake_graph", "fake_uses")
+_kernels: dict[str, Callable[..., Any]] = {}  # the project's, by operator
 _COUNTS = ("fake_launches", "fake_replays", "fake_pending")
 
 
@@ -68,23 +69,32 @@ def attach(*spaces: str) -> dict[str, int]:
 
 
 def attach_project() -> None:
-    """Give values to torch's operators and to all of the project's."""
+    """Give values to torch's operators and to all of the project's, whose Triton kernels are then
+    not launched, and not compiled ahead.
+    """
     import compilespec.ops
+    from compilespec.ops._library import TRITON_KERNELS
 
     for module in pkgutil.iter_modules(compilespec.ops.__path__):
         if module.ispkg:
             importlib.import_module(f"compilespec.ops.{module.name}")
     attach("aten", "compilespec")
+    _kernels.update(TRITON_KERNELS)
+    TRITON_KERNELS.clear()
 
 
 @contextlib.contextmanager
 def own_kernels() -> Iterator[None]:
     """Within, the project's operators run their Triton kernels, which `interpreter` interprets."""
+    from compilespec.ops._library import TRITON_KERNELS
+
+    TRITON_KERNELS.update(_kernels)
     _values().values_pass(b"compilespec", 1)
     try:
         yield
     finally:
         _values().values_pass(b"compilespec", 0)
+        TRITON_KERNELS.clear()
 
 
 def refusals() -> list[str]:

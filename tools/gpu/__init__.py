@@ -1,1 +1,1 @@
-"""Parts of `tools.gpu_check`: random models at real sizes, and the times of their steps."""
+"""The first run on a GPU: random models at real sizes, and the times of their steps."""

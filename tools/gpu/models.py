@@ -17,23 +17,14 @@ class Shape:
     config: Mapping[str, Any]
     num_draft_tokens: int
     batches: tuple[int, ...]
-    forced: tuple[int, ...]
-    """Numbers of drafts accepted by force, one program each; 0: none (the head is random)."""
+    num_accepted: int
+    """Drafts that are accepted by force: the head is random."""
     context: int
     """Prompt tokens of every request."""
 
 
 _LENGTH = {"max_position_embeddings": 4096}
 SHAPES: dict[str, Shape] = {
-    "small": Shape(
-        family="llama",
-        config={
-            "num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192,
-            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-            "vocab_size": 128256, "tie_word_embeddings": True, **_LENGTH,
-        },
-        num_draft_tokens=5, batches=(1, 8, 64), forced=(0, 1, 2, 3, 4, 5), context=512,
-    ),
     "llama-3.1-8b": Shape(
         family="llama",
         config={
@@ -41,8 +32,7 @@ SHAPES: dict[str, Shape] = {
             "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
             "vocab_size": 128256, **_LENGTH,
         },
-        num_draft_tokens=5, batches=(1, 2, 4, 8, 16, 32, 64), forced=(0, 1, 2, 3, 4, 5),
-        context=512,
+        num_draft_tokens=5, batches=(1, 8, 64), num_accepted=2, context=512,
     ),
     "moe": Shape(
         family="qwen3_moe",
@@ -52,21 +42,21 @@ SHAPES: dict[str, Shape] = {
             "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
             "vocab_size": 151936, **_LENGTH,
         },
-        num_draft_tokens=3, batches=(1, 8, 64), forced=(0, 3), context=512,
+        num_draft_tokens=3, batches=(1, 8, 64), num_accepted=2, context=512,
     ),
 }  # fmt: skip
 
 _TINY = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16,
          "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 67,
          "max_position_embeddings": 96}  # fmt: skip
-SMOKE_SHAPES: dict[str, Shape] = {
-    "small": Shape(
-        family="llama", config=_TINY, num_draft_tokens=2, batches=(1, 3), forced=(2,), context=7
+TINY_SHAPES: dict[str, Shape] = {
+    "llama-3.1-8b": Shape(
+        family="llama", config=_TINY, num_draft_tokens=2, batches=(1, 3), num_accepted=2, context=7
     ),
     "moe": Shape(
         family="qwen3_moe",
         config={**_TINY, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
-        num_draft_tokens=1, batches=(2,), forced=(0,), context=7,
+        num_draft_tokens=1, batches=(2,), num_accepted=1, context=7,
     ),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Times of single steps on the device and the host, and the device's memory bandwidth."""
+"""Times of single steps on the device and the host, and what the device reaches at best."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from tools.bench.measure import quantiles
 
 NUM_WARM = 3
+_MOST_KERNELS = 24
 _CYCLES_PER_S = 2e9  # of a GPU's clock, at most
 
 
@@ -20,6 +21,13 @@ def copy_bytes_per_s(device: torch.device, num_bytes: int, repeats: int = 10) ->
     target = torch.empty_like(source)
     times = [device_ms(lambda: target.copy_(source), device) for _ in range(repeats + NUM_WARM)]
     return 2 * num_bytes / (quantiles(times[NUM_WARM:])["p50"] / 1e3)
+
+
+def mm_tflop_per_s(device: torch.device, dtype: torch.dtype, size: int, repeats: int = 10) -> float:
+    """10^12 operations per second of a product of two square matrices."""
+    a_DD, b_DD = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    times = [device_ms(lambda: a_DD @ b_DD, device) for _ in range(repeats + NUM_WARM)]
+    return 2 * size**3 / (quantiles(times[NUM_WARM:])["p50"] / 1e3) / 1e12
 
 
 def device_ms(call: Callable[[], Any], device: torch.device) -> float:
@@ -78,8 +86,12 @@ def time_steps(
     }
 
 
-def count_launches(launch: Callable[[], Any], device: torch.device) -> dict[str, int] | None:
-    """Driver calls of one step that submit work to the device, by name; None on the CPU."""
+def one_launch(launch: Callable[[], Any], device: torch.device) -> dict[str, Any] | None:
+    """A step by the profiler; None on the CPU.
+
+    Returns: driver calls that submit work, by name; the kernels that took longest, with how often
+    they ran and their microseconds on the device, together; and the microseconds of all.
+    """
     if device.type != "cuda":
         return None
     from torch.profiler import ProfilerActivity, profile
@@ -88,6 +100,14 @@ def count_launches(launch: Callable[[], Any], device: torch.device) -> dict[str,
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         launch()
         torch.cuda.synchronize(device)
-    counts = {event.key: event.count for event in trace.key_averages()}
+    events = trace.key_averages()
     wanted = ("Launch", "cudaMemcpy", "cuMemcpy")
-    return {name: count for name, count in counts.items() if any(w in name for w in wanted)}
+    on_device = sorted(
+        ((e.key, e.count, e.self_device_time_total) for e in events if e.self_device_time_total),
+        key=lambda event: -event[2],
+    )
+    return {
+        "launches": {e.key: e.count for e in events if any(w in e.key for w in wanted)},
+        "kernels": [(name[:90], count, us) for name, count, us in on_device[:_MOST_KERNELS]],
+        "all_us": sum(us for *_, us in on_device),
+    }

@@ -1,4 +1,4 @@
-"""One part, in this process: a line of JSON a record."""
+"""One part, in this process: a line of JSON a record; without a part, all of `prove.PARTS`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from tools.bench import report
+from tools.without_gpu.prove import PARTS, prove
+
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.without_gpu", description=__doc__)
-    parts = parser.add_subparsers(dest="part", required=True)
+    parts = parser.add_subparsers(dest="part")
+    some = parts.add_parser("prove", help="some of the proofs, by name; without a part, all")
+    some.add_argument("names", nargs="+", choices=PARTS)
     steps = parts.add_parser("steps", help="compile the steps of a program at real size")
     steps.add_argument("shape")
     steps.add_argument("--arch", default="sm_90")
@@ -55,7 +60,10 @@ def records(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    for record in records(parse(arguments)):
+    options = parse(arguments)
+    if options.part in (None, "prove"):
+        return prove(report.RESULTS_DIR / "without-gpu.json", getattr(options, "names", ()))
+    for record in records(options):
         print(json.dumps(record), flush=True)
     return 0
 

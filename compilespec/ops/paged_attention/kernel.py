@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compilespec.ops._tensors import dense_rows, wide_dtype
+from compilespec.ops._tensors import dense_rows, outer_strides, wide_dtype
 from compilespec.ops.paged_attention.choice import why_not_flash
 from compilespec.ops.paged_attention.form import form_of
 from compilespec.ops.paged_attention.kernels.arguments import (
@@ -102,7 +102,7 @@ def write_cache(
     key_BNSH, value_BNSH = dense_rows(key_BNSH), dense_rows(value_BNSH)
     chunks = triton.cdiv(num_kv_heads * max(head_dim, value_dim), _COPIED)
     write_kernel[(batch * num_tokens, chunks)](
-        Heads(key_BNSH, *key_BNSH.stride()[:3]), Heads(value_BNSH, *value_BNSH.stride()[:3]),
+        Heads(key_BNSH, *outer_strides(key_BNSH)), Heads(value_BNSH, *outer_strides(value_BNSH)),
         key_cache, value_cache, slot_BS.contiguous(), num_tokens,
         key_cache.shape[0] * key_cache.shape[1],
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK=_COPIED,
@@ -159,7 +159,7 @@ def attend(
     }  # fmt: skip
     values = key_cache if value_cache is None else value_cache
     attend_kernel[(num_tiles, num_groups, num_segments)](
-        Heads(query_BNSH, *query_BNSH.stride()[:3]),
+        Heads(query_BNSH, *outer_strides(query_BNSH)),
         Cache(key_cache, values, block_table_RM.contiguous()), places, path, sinks, out, parts,
         num_tokens, block_table_RM.shape[0], table_blocks, num_blocks,
         NUM_GROUPS=num_groups, GROUP_PARTS=parts_of_group, GROUP=group, HEAD_DIM=head_dim,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from compilespec.ops._tensors import dense_rows
+from compilespec.ops._tensors import dense_rows, outer_strides
 
 
 class Heads(NamedTuple):
@@ -54,7 +54,7 @@ class Path(NamedTuple):
         first = index if first is None else first
         key = dense_rows(key)
         value = key if value is None else dense_rows(value)
-        heads = [Heads(x, *x.stride()[:3]) for x in (key, value)]
+        heads = [Heads(x, *outer_strides(x)) for x in (key, value)]
         return cls(*heads, path.contiguous(), key.shape[2], first.contiguous())
 
     @property
