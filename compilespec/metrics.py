@@ -15,6 +15,8 @@ COUNTERS = {
     "prefills": ("num_prefills", "Prefill calls"),
     "preemptions": ("num_preemptions", "Requests that had to make room and were computed anew"),
     "cached_prompt_tokens": ("num_cached_tokens", "Prompt tokens found in the KV cache"),
+    "tokens_from_host": ("num_tokens_from_host", "Tokens of prefixes copied back from host memory"),
+    "tokens_from_disk": ("num_tokens_from_disk", "Tokens of prefixes read from a folder"),
     "state_copies": ("num_state_copies", "Copies of state that the host wrote to the device"),
     "recompiles": ("num_recompiles", "Compilations while serving: anything but 0 is a bug"),
 }

@@ -84,6 +84,7 @@ KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
     "str": (str, "TEXT"),
     "tuple[str, ...]": (str, "TEXT"),
     "Any": (str, "NAME"),
+    "str | Path": (str, "DIR"),
     "str | GraphOptions": (str, "MODE"),
     "str | Path | Mapping[str, str | Path]": (str, "DIR"),
     "int | str | Sequence[int]": (draft_counts, "K|0,2,5|auto"),

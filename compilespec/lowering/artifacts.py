@@ -70,7 +70,7 @@ def artifact_key(graph: PhaseGraph, program: SpecProgram, options: dict[str, Any
             layouts.update(f"{node.name} {layout}\n".encode())
             # `bound_positions` reads the values of id tables; bytes are quantized weights
             if not weight.is_floating_point() and weight.dtype not in (torch.int8, torch.uint8):
-                layouts.update(_bytes(weight))
+                layouts.update(tensor_bytes(weight))
     sizes = dataclasses.asdict(program.config)
     model = sorted((name, tuple(w.shape)) for name, w in program.target.weights.items())
     return _key(
@@ -94,7 +94,7 @@ def graph_digest(gm: fx.GraphModule) -> str:
     """
     digest = hashlib.sha256(gm.code.encode())
     for name, buffer in sorted(gm.named_buffers()):
-        digest.update(name.encode() + _bytes(buffer))
+        digest.update(name.encode() + tensor_bytes(buffer))
     return digest.hexdigest()
 
 
@@ -166,7 +166,8 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _bytes(tensor: Tensor) -> bytes:
+def tensor_bytes(tensor: Tensor) -> bytes:
+    """The values of a tensor, on any device."""
     return bytes(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 

@@ -40,6 +40,7 @@ from compilespec.pipeline.plan import (
     why_not_overlapped,
     why_not_shared,
 )
+from compilespec.pipeline.tiers import prefix_tiers
 from compilespec.program import Lowered, SpecProgram
 from compilespec.progress import Progress, Reporter, rare_collections, reporting
 from compilespec.quantization import quantize_target
@@ -324,6 +325,7 @@ def _serving_options(
         report=report,
         overlap=why_not_overlapped(program, options) is None,
         shares_prefixes=why_not_shared(program, options) is None,
+        tiers=prefix_tiers(program, options, runner),
         max_step_tokens=options.max_step_tokens,
         policy=policy,
         images=images,

@@ -48,6 +48,11 @@ def _zero_or_more_or_none(name: str, value: Any) -> None:
         raise InvalidOption(f"{name} must be an integer of at least 0, or None; got {value!r}")
 
 
+def _text_or_none(name: str, value: Any) -> None:
+    if value is not None and (not isinstance(value, str | Path) or not str(value)):
+        raise InvalidOption(f"{name} must be the path of a folder, or None; got {value!r}")
+
+
 def _tree_or_none(name: str, value: Any) -> None:
     from compilespec.methods.draft_tree import DraftTree
 
@@ -141,6 +146,23 @@ class CompileFields:
         "request's; None is twice max_batch_size, at least 8.  0: none are kept, and such models "
         "share no prefixes.",
         _zero_or_more_or_none,
+    )
+    prefix_host_mib: int | None = keyword(
+        None,
+        "host memory, in MiB, for blocks that the KV cache gives up: requests that begin alike get "
+        "them back from there; None: none.",
+        positive_or_none,
+    )
+    prefix_dir: str | Path | None = keyword(
+        None,
+        "a folder that blocks of prompts and outputs are written to as well, and found in after a "
+        "restart with the same options, code and weights; None: they are in memory alone.",
+        _text_or_none,
+    )
+    prefix_disk_mib: int = keyword(
+        4096,
+        "most MiB that the files in prefix_dir take; those not used for longest make room.",
+        positive,
     )
     overlap: bool | str = keyword(
         "auto",

@@ -54,6 +54,9 @@ class CompileKeywords(TypedDict, total=False):
     kv_cache_tokens: int | None
     enable_prefix_caching: bool
     max_cached_states: int | None
+    prefix_host_mib: int | None
+    prefix_dir: str | Path | None
+    prefix_disk_mib: int
     overlap: Literal["auto"] | bool
     greedy_step: Literal["auto"] | bool
     max_step_tokens: int | None

@@ -58,6 +58,7 @@ class CompileOptions(CompileFields):
                 "draft_tensor_parallel_size must be 1 or tensor_parallel_size="
                 f"{self.tensor_parallel_size}; got {self.draft_tensor_parallel_size}"
             )
+        self._check_tiers()
         for name in ("max_adapters", "max_adapter_rank"):
             if getattr(self, name) is not None and not isinstance(self.adapters, Mapping):
                 raise InvalidOption(
@@ -66,6 +67,25 @@ class CompileOptions(CompileFields):
         for name, attribute in vars(CompileOptions).items():
             if isinstance(attribute, functools.cached_property):
                 getattr(self, name)  # reading the property checks it
+
+    @property
+    def has_prefix_tiers(self) -> bool:
+        """True where blocks are to be found beyond the KV cache."""
+        return self.prefix_host_mib is not None or self.prefix_dir is not None
+
+    def _check_tiers(self) -> None:
+        if not self.has_prefix_tiers:
+            return
+        if not self.enable_prefix_caching:
+            raise InvalidOption(
+                "prefix_host_mib= and prefix_dir= keep what prefix caching finds: leave out "
+                "enable_prefix_caching=False"
+            )
+        if self.tensor_parallel_size > 1:
+            raise NotSupported(
+                "prefix_host_mib= and prefix_dir= do not go with tensor_parallel_size= yet, whose "
+                "ranks have a part of each block: leave them out"
+            )
 
     @functools.cached_property
     def draft_counts(self) -> tuple[int, ...]:

@@ -41,6 +41,7 @@ def describe_plan(
         "compile": runner.lowered.costs() if runner.lowered else {},
         "attention": dict(runner.lowered.attention) if runner.lowered else {},
         "prefix_caching": _on_or_off(why_not_shared(program, options)),
+        "prefix_tiers": _on_or_off(why_no_tiers(program, options)),
         "overlap": _on_or_off(why_not_overlapped(program, options)),
         "why": program.notes,
     }
@@ -62,6 +63,13 @@ def why_not_shared(program: SpecProgram, options: CompileOptions) -> str | None:
     if program.recurrent_states and options.max_cached_states == 0:
         return "max_cached_states=0, and recurrent layers need them"
     return why_not(program)
+
+
+def why_no_tiers(program: SpecProgram, options: CompileOptions) -> str | None:
+    """The reason why no blocks are kept beyond the KV cache; None: they are."""
+    if not options.has_prefix_tiers:
+        return "neither prefix_host_mib= nor prefix_dir= was given"
+    return why_not_shared(program, options)
 
 
 def num_state_places(program: SpecProgram, options: CompileOptions) -> int:

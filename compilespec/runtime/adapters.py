@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import hashlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ import torch
 
 from compilespec.errors import CheckpointError, InvalidRequest
 from compilespec.errors.suggest import did_you_mean
+from compilespec.lowering.artifacts import tensor_bytes
 from compilespec.program import AdapterShape
 from compilespec.runtime.executor import Executor
 from compilespec.tracing.adapter_files import Adapter, check_finite, describe_misfits, read_adapter
@@ -26,7 +27,7 @@ class LoadedAdapter:
     name: str
     place: int
     source: str
-    key: bytes  # begins the keys of its requests' cache blocks
+    key: bytes  # of its values; begins the keys of its requests' cache blocks
 
 
 class UsesAdapter(Protocol):
@@ -58,7 +59,6 @@ class Adapters:
     _loaded: dict[str, LoadedAdapter] = field(default_factory=dict)
     _places: dict[int, LoadedAdapter] = field(default_factory=dict)  # the adapter in each
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _serial: itertools.count[int] = field(default_factory=itertools.count)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -124,7 +124,7 @@ class Adapters:
             self.executor.write_adapter(place, adapter.modules)
             loaded = LoadedAdapter(
                 name=name, place=place, source=adapter.source,
-                key=f"adapter {next(self._serial)}".encode(),
+                key=_digest(adapter),
             )  # fmt: skip
             self._places[place] = self._loaded[name] = loaded
             self._clear_places()
@@ -169,3 +169,12 @@ class Adapters:
                 "adapters={name: directory}"
             )
         return self.shape
+
+
+def _digest(adapter: Adapter) -> bytes:
+    digest = hashlib.sha256(b"adapter")
+    for path, module in sorted(adapter.modules.items()):
+        for matrix in (module.down, module.up):
+            digest.update(f"{path} {matrix.dtype} {tuple(matrix.shape)}".encode())
+            digest.update(tensor_bytes(matrix))
+    return digest.digest()

@@ -76,6 +76,7 @@ class Engine:
             propose=drafter.propose_on_host if drafter else None,
             overlap=options.overlap,
             shares_prefixes=options.shares_prefixes,
+            tiers=options.tiers,
             max_step_tokens=options.max_step_tokens,
             adaptive=AdaptiveDrafts(executor, self._policy) if self._policy else None,
         )
@@ -384,7 +385,7 @@ class Engine:
         """`sleep`, between two steps."""
         if self.has_work:
             raise InvalidRequest("sleep: requests run or wait; finish or abort them first")
-        self._scheduler.reset_prefix_cache()
+        self._scheduler.reset_prefix_cache(empties=False)
         num_bytes = self._executor.release_caches()
         self._is_asleep = True
         return num_bytes
@@ -421,9 +422,12 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Totals since the engine was made."""
-        scheduler = self._scheduler
+        scheduler, tiers = self._scheduler, self._options.tiers
+        size = self.geometry.config.block_size
         return dataclasses.replace(
             self._stats.read(self._options.report.count_recompiles()),
+            num_tokens_from_host=tiers.num_from_host * size if tiers else 0,
+            num_tokens_from_disk=tiers.num_from_disk * size if tiers else 0,
             num_state_copies=self._options.report.count_state_copies(),
             num_running=len(scheduler.line.running),
             num_waiting=len(scheduler.line.waiting),
@@ -495,6 +499,8 @@ class Engine:
         plan, graphs = dict(report.plan), report.captured()
         if graphs is not None:
             plan["cudagraphs"] = graphs
+        if self._options.tiers is not None:
+            plan["prefix_tiers"] = self._options.tiers.describe()
         adaptive = self._scheduler.launches.adaptive
         if adaptive is not None:
             plan["adaptive"] = adaptive.policy.describe()
@@ -512,6 +518,8 @@ class Engine:
             return
         self._scheduler.close()
         self._closed = True
+        if self._options.tiers is not None:
+            self._options.tiers.close()
         self._executor.close()
 
     def __repr__(self) -> str:

@@ -10,16 +10,24 @@ of another prompt end that began alike.  The place that was used longest ago mak
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 FEWEST_BLOCKS = 8  # a copy that saves fewer is not worth the call that ends there
 RUNG = 8  # each distance from the last block over the one before
 
 
 class KeptCopies:
-    """The places of the copies, by the key of the block at whose end each was made."""
+    """The places of the copies, by the key of the block at whose end each was made.
 
-    def __init__(self, num_places: int) -> None:
+    Args:
+        on_reuse: called with the key and the place of a settled copy that makes room.
+    """
+
+    def __init__(
+        self, num_places: int, on_reuse: Callable[[bytes, int], None] = lambda key, place: None
+    ) -> None:
+        self._on_reuse = on_reuse
+        self._settled: set[bytes] = set()  # those that were made, and are right
         self._place_of: OrderedDict[bytes, int] = OrderedDict()  # the latest used last
         self._free = list(range(num_places))
 
@@ -40,13 +48,31 @@ class KeptCopies:
         if key in self._place_of:
             self._place_of.move_to_end(key)
             return None
-        place = self._free.pop() if self._free else self._place_of.popitem(last=False)[1]
+        place = self._free.pop() if self._free else self._make_room()
         self._place_of[key] = place
+        return place
+
+    def settle(self, key: bytes) -> int | None:
+        """The place of a copy that was made, and is right; None where there is none any more, or
+        it was settled before.
+        """
+        if key in self._settled or key not in self._place_of:
+            return None
+        self._settled.add(key)
+        return self._place_of[key]
+
+    def _make_room(self) -> int:
+        key, place = next(iter(self._place_of.items()))
+        if key in self._settled:
+            self._on_reuse(key, place)
+        del self._place_of[key]
+        self._settled.discard(key)
         return place
 
     def forget(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             if key in self._place_of:
+                self._settled.discard(key)
                 self._free.append(self._place_of.pop(key))
 
     def clear(self) -> None:

@@ -45,7 +45,8 @@ class PrefixCache:
         self._pool = pool
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        pool.on_reuse = self._forget
+        self.evicted: dict[bytes, int] = {}  # blocks of the pool's last allocation, by their keys
+        pool.on_reuse = self._evict
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -80,11 +81,15 @@ class PrefixCache:
         """
         return max(0, num_tokens - max(1, self.lookahead)) // self.block_size
 
-    def publish(self, key: bytes, block: int) -> None:
-        """Make a held, full block whose successors are committed findable for others."""
-        if key not in self._block_of:
-            self._pool.keep(block)
-            self._block_of[key], self._key_of[block] = block, key
+    def publish(self, key: bytes, block: int) -> bool:
+        """Make a held, full block whose successors are committed findable for others; False where
+        there is one.
+        """
+        if key in self._block_of:
+            return False
+        self._pool.keep(block)
+        self._block_of[key], self._key_of[block] = block, key
+        return True
 
     def withdraw(self, blocks: Iterable[int]) -> None:
         """Stop others from finding these blocks; requests that hold them are not affected."""
@@ -95,6 +100,10 @@ class PrefixCache:
 
     def clear(self) -> None:
         self.withdraw(tuple(self._key_of))
+
+    def _evict(self, block: int) -> None:
+        self.evicted[self._key_of[block]] = block
+        self._forget(block)
 
     def _forget(self, block: int) -> None:
         del self._block_of[self._key_of.pop(block)]

@@ -67,7 +67,8 @@ class Request:
     prefill_token_ids: tuple[int, ...] = ()  # prompt, and the output that it had when admitted
     num_prefilled: int = 0  # of these, those in the cache or on their way into it
     num_cached: int = 0  # of these, those that were found in the cache
-    num_found: int = 0  # the same, when it was first admitted
+    num_stored: int = 0  # blocks of these that are to be copied back into the pool
+    num_found: int = 0  # as num_cached, when it was first admitted
     num_computed: int = 0  # tokens whose keys and values are known to be in the cache
     backlog: int = 0  # of these, the last ones that the drafter's cache lacks
     evidence: Evidence | None = None  # the evidence of the drafts in its row, as far as it was read

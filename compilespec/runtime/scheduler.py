@@ -35,6 +35,7 @@ from compilespec.runtime.host_processors import HostProcessor
 from compilespec.runtime.launches import Launch, Launches
 from compilespec.runtime.line import Line
 from compilespec.runtime.outputs import FinishReason, now_ms
+from compilespec.runtime.prefix_tiers import PrefixTiers
 from compilespec.runtime.request import Request, RequestState
 from compilespec.runtime.stats import StatsRecorder
 
@@ -49,6 +50,7 @@ class Scheduler:
         overlap: launch a step before the last one's tokens are read, where no request of the step
             needs the host in between.
         shares_prefixes: find the blocks of known prompts again (see `PrefixCache`).
+        tiers: find them beyond the pool as well.
         max_step_tokens: tokens of a step, prefill and decode together; a step decodes all requests
             and prefills at least one block.
         adaptive: chooses K of every step, where the program has several.
@@ -64,12 +66,13 @@ class Scheduler:
         propose: HostProposal | None = None,
         overlap: bool = False,
         shares_prefixes: bool = False,
+        tiers: PrefixTiers | None = None,
         max_step_tokens: int | None = None,
         adaptive: AdaptiveDrafts | None = None,
     ) -> None:
         self.geometry = executor.geometry
         self.line = Line()
-        self.holdings = Holdings(self.geometry, shares_prefixes=shares_prefixes)
+        self.holdings = Holdings(self.geometry, shares_prefixes=shares_prefixes, tiers=tiers)
         self.launches = Launches(executor, stats, adaptive)
         self._delivery = Delivery(executor, stats)
         self._executor, self._stats = executor, stats
@@ -119,10 +122,15 @@ class Scheduler:
         with self._changing():
             self._fail(request, error)
 
-    def reset_prefix_cache(self) -> None:
-        """Forget the published blocks; running requests publish none of their present ones."""
+    def reset_prefix_cache(self, *, empties: bool = True) -> None:
+        """Forget the published blocks; running requests publish none of their present ones.
+
+        Args:
+            empties: those of a folder, too.
+        """
         with self._changing():
             self.holdings.withdraw_all(self.line.running)
+            self.holdings.renew_tiers(empties=empties)
 
     @property
     def has_begun(self) -> bool:
@@ -139,6 +147,7 @@ class Scheduler:
                 self._preempt(request)
             self.holdings.withdraw_all(self.line.running)
             change()
+            self.holdings.renew_tiers(empties=False)
             self.weights_version += 1
             for request in self.line.running:
                 request.note_weights(self.weights_version)

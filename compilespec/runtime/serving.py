@@ -9,6 +9,7 @@ from typing import Any
 from compilespec.program import SpecProgram
 from compilespec.runtime.draft_policy import DraftPolicy
 from compilespec.runtime.image_prompts import ImageReader
+from compilespec.runtime.prefix_tiers import PrefixTiers
 from compilespec.runtime.weight_updates import WeightUpdates
 
 
@@ -56,6 +57,9 @@ class ServingOptions:
 
     shares_prefixes: bool = False
     """Find the blocks of known prompts again (see `PrefixCache`)."""
+
+    tiers: PrefixTiers | None = None
+    """Find them beyond the pool as well, in host memory and in a folder; None: nowhere else."""
 
     max_step_tokens: int | None = None
     """Tokens of a step, prefill and decode together (see `Scheduler`); None: no limit."""

@@ -56,6 +56,12 @@ class EngineStats:
     num_cached_tokens: int = 0
     """Prompt tokens that were in the KV cache when their request was first admitted."""
 
+    num_tokens_from_host: int = 0
+    """Tokens whose keys and values were copied back from host memory (`prefix_host_mib=`)."""
+
+    num_tokens_from_disk: int = 0
+    """Tokens whose keys and values were read from a folder (`prefix_dir=`)."""
+
     num_state_copies: int = 0
     """Copies to the device of the host's writes into state rows (blocks, parameters, masks): at
     most one for each call of the program; 0 on the CPU.

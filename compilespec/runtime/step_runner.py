@@ -274,6 +274,11 @@ class StepRunner:
         return self._copies.num_bytes
 
     @property
+    def kept_states(self) -> Sequence[Tensor]:
+        """The copies of recurrent states, by place."""
+        return [kept for _, kept in self._copies.pairs]
+
+    @property
     def num_state_copies(self) -> int:
         """Copies of the host's writes into state rows; at most one a launch, none on the CPU."""
         return self._host.num_copies

@@ -71,6 +71,8 @@ def stats_of(service: Service) -> dict[str, Any]:
         "acceptance_length": stats.acceptance_length,
         "acceptance_rate_by_position": list(stats.acceptance_rate_by_position),
         "num_cached_tokens": stats.num_cached_tokens,
+        "num_tokens_from_host": stats.num_tokens_from_host,
+        "num_tokens_from_disk": stats.num_tokens_from_disk,
         "num_preemptions": stats.num_preemptions,
         "num_recompiles": stats.num_recompiles,
         "decodes_by_k": {str(k): count for k, count in stats.num_decodes_by_k.items()},

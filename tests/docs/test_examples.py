@@ -17,6 +17,7 @@ from tests.support.toy_tokenizer import byte_level_tokenizer
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PRINTS = {  # a line of each, for any model
+    "agent_session": r"from disk, ms to the first token of each turn: \[\d+, ",
     "dump_pass": r"\+ .*torch\.cat",
     "generate": r"-> (stop|length), \d+ tokens, \d\.\d\d a verify step",
     "grpo": r"step 1: reward 0\.\d+, log-probability difference 0\.0, \d\.\d\d tokens",

@@ -147,3 +147,12 @@ def test_a_served_engine_loads_between_steps(engine, tmp_path):
             server.drop_adapter("two")
     with pytest.raises(EngineClosed):
         server.drop_adapter("one")
+
+
+def test_its_cached_blocks_are_named_by_its_values(engine, tmp_path):
+    """Not by the order of loading: what a folder holds is found after a restart."""
+    one, two = (engine.adapters.find(name).key for name in ("one", "two"))
+    assert one != two
+    engine.drop_adapter("one")
+    engine.load_adapter("again", save_toy_adapter(tmp_path / "again", 11))
+    assert engine.adapters.find("again").key == one

@@ -458,6 +458,11 @@ def check_preempted(engine: Engine, asks: Sequence[Ask]) -> None:
 def poison(engine: Engine) -> None:
     """NaN in every cache cell and recurrent state, so that reading what was not written shows."""
     engine.reset_prefix_cache()
+    poison_pool(engine)
+
+
+def poison_pool(engine: Engine) -> None:
+    """The same, of an engine that has computed nothing yet."""
     for name, buffer in engine._executor.buffers.items():
         if name.startswith(("cache.", "recurrence.", "causal_conv.")):
             buffer.fill_(float("nan"))
