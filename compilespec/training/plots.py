@@ -31,7 +31,16 @@ class Bar:
     """True: in the colour of faults."""
 
 
-def draw_bars(title: str, bars: Sequence[Bar]) -> str:
+class Picture(str):
+    """An SVG file's text; notebooks show the picture."""
+
+    __slots__ = ()
+
+    def _repr_svg_(self) -> str:
+        return str(self)
+
+
+def draw_bars(title: str, bars: Sequence[Bar]) -> Picture:
     """The bars below each other, the longest one as wide as there is room."""
     most = max([bar.value for bar in bars] or [0]) or 1
     height = 40 + 24 * len(bars)
@@ -49,10 +58,10 @@ def draw_bars(title: str, bars: Sequence[Bar]) -> str:
             f'<rect x="140" y="{top}" width="{length:.1f}" height="18" fill="{colour}"/>',
             f'<text x="{146 + length:.1f}" y="{top + 13}">{escape(bar.text)}</text>',
         ]
-    return "\n".join([*parts, "</svg>", ""])
+    return Picture("\n".join([*parts, "</svg>", ""]))
 
 
-def draw(title: str, curves: Sequence[Curve], *, smooth: int = 1) -> str:
+def draw(title: str, curves: Sequence[Curve], *, smooth: int = 1) -> Picture:
     """The curves over one pair of axes.
 
     Args:
@@ -99,7 +108,7 @@ def draw(title: str, curves: Sequence[Curve], *, smooth: int = 1) -> str:
         parts.append(
             f'<text x="{LEFT + number * 180}" y="40" fill="{colour}">{escape(curve.name)}</text>'
         )
-    return "\n".join([*parts, "</svg>", ""])
+    return Picture("\n".join([*parts, "</svg>", ""]))
 
 
 def _smooth(points: Sequence[tuple[float, float]], width: int) -> Sequence[tuple[float, float]]:

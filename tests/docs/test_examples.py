@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +96,34 @@ def test_it_runs_on_a_tiny_model(
         pytest.importorskip("llguidance")
     _run(name, *_arguments(name, str(directory)))
     assert re.search(PRINTS[name], capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("model", ["tiny", pytest.param("demo", marks=pytest.mark.slow)])
+def test_the_notebook_runs(model: str, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every cell, in order; what its last line gives is shown."""
+    book = json.loads((EXAMPLES / "notebook.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code"]
+    if model == "tiny":
+        cells[0] = f'MODEL, SPEC, BACKEND = {str(directory)!r}, "eagle3", "eager"'
+    names: dict[str, Any] = {}
+    shown = [_run_cell(cell, names) for cell in cells]
+    engine, outputs, picture, why = (one for one in shown if one is not None)
+    assert re.fullmatch(r"Engine\(.*eagle3, K=[\d,]+, cpu, .*closed\)", repr(engine))
+    assert [len(output.token_ids) for output in outputs] == [64, 64]
+    assert "GenerationOutput(text=" in repr(outputs)
+    assert re.search(r">draft 3</text>[\s\S]*</svg>", picture._repr_svg_())
+    assert why
+    assert capsys.readouterr().out.strip()
+
+
+def _run_cell(source: str, names: dict[str, Any]) -> Any:
+    """Run a cell; returns the value of its last expression."""
+    tree = ast.parse(source)
+    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, "cell", "exec"), names)
+    if last is None:
+        return None
+    return eval(compile(ast.Expression(last.value), "cell", "eval"), names)
 
 
 @pytest.mark.parametrize("name", PRINTS)
