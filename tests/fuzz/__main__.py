@@ -11,6 +11,7 @@ import sys
 
 import torch
 
+from tests.fuzz.plan import draw_plan
 from tests.fuzz.run import NUM_ORDERS, ROUND_SECONDS, fuzz
 
 
@@ -20,12 +21,17 @@ def main() -> int:
     parser.add_argument("--round", type=int, default=None, help="play this round alone")
     parser.add_argument("--requests", type=int, default=NUM_ORDERS, help="of each half of a round")
     parser.add_argument("--minutes", type=float, default=3.0, help="begin no round after this many")
+    parser.add_argument(
+        "--families", nargs="+", metavar="FAMILY", help="play rounds of these alone"
+    )
     parser.add_argument("--keep-going", action="store_true", help="do not stop at a failure")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     seed = secrets.randbits(32) if asked.seed is None else asked.seed
     print(f"seed {seed}", flush=True)
-    numbers = itertools.count() if asked.round is None else [asked.round]
+    numbers = itertools.count() if asked.round is None else iter([asked.round])
+    if asked.families:
+        numbers = (n for n in numbers if draw_plan(seed, n, 1).family in asked.families)
     limit = 60 * asked.minutes + 2 * ROUND_SECONDS
     faulthandler.dump_traceback_later(limit, exit=True)  # where not even the watchdog gets through
     tally = fuzz(

@@ -125,6 +125,8 @@ def draw_plan(seed: int, number: int, num_orders: int) -> Plan:
     has_tree = method in GROWS_TREES and family not in RECURRENT and draw.random() < 0.9
     if has_tree and acceptance != "block" and not options["host_processors"]:
         options["draft_tree"], count = draw.choice(TREES), None
+    if options["enable_prefix_caching"] and draw.random() < 0.4:
+        options["prefix_host_mib"] = 1
     return Plan(
         seed=seed, number=number, method=method, family=family, num_draft_tokens=count,
         has_traced_processor=draw.random() < 0.2,

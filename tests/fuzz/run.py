@@ -117,6 +117,8 @@ def note(tally: Tally, lab: Lab, recorder: Recorder) -> None:
             "preemptions": sum(request.num_preemptions for request in requests),
             "cached tokens": lab.engine.stats().num_cached_tokens
             - recorder.before.num_cached_tokens,
+            "of these, from host memory": lab.engine.stats().num_tokens_from_host
+            - recorder.before.num_tokens_from_host,
         }
     )
     tally.met.update(f"ended by {request.finish_reason}" for request in requests)
