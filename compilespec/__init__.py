@@ -20,6 +20,7 @@ __all__ = [
     "detach",
     "engine_of",
     "generate_with",
+    "load",
     "save_quantized",
     "trace",
     "verify",
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from compilespec.methods.self_draft.recipe import SelfDraft
     from compilespec.passes.splice.acceptance.rule import acceptance_rule
     from compilespec.pipeline.entry import compile, trace
+    from compilespec.pipeline.one_file import load
     from compilespec.progress import Progress
     from compilespec.quantization import Quantize, save_quantized
     from compilespec.runtime.embeds_prompt import EmbedsPrompt
@@ -47,6 +49,7 @@ _LAZY = {
     "SamplingParams": ("compilespec.runtime.sampling_params", "SamplingParams"),
     "acceptance_rule": ("compilespec.passes.splice.acceptance.rule", "acceptance_rule"),
     "compile": ("compilespec.pipeline.entry", "compile"),
+    "load": ("compilespec.pipeline.one_file", "load"),
     "trace": ("compilespec.pipeline.entry", "trace"),
     "attach": ("compilespec.generation.attach", "attach"),
     "engine_of": ("compilespec.generation.attach", "engine_of"),

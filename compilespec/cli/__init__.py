@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from compilespec import __version__
 from compilespec.cli import (
     bench,
+    build,
     chat,
     compile,
     completion,
@@ -31,7 +32,8 @@ from compilespec.cli.ranks import start_ranks, starts_ranks
 from compilespec.errors import SpecError
 
 COMMANDS = (
-    generate, chat, serve, why, dump, bench, compile, methods, drafters, train, doctor, completion,
+    generate, chat, serve, why, dump, bench, compile, build, methods, drafters, train, doctor,
+    completion,
 )  # fmt: skip
 BAD_INPUT, INTERRUPTED, CUT_OFF = 2, 130, 141
 

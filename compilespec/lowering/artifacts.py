@@ -326,8 +326,12 @@ def _library_record(library: Path) -> dict[str, str]:
     """The contents of a library's record, and what it was compiled for: torch, the CPU, the
     compiler, Python.
     """
-    machine = "\0".join((*toolchain(), platform.python_version()))
-    return {"content": _digest(library.read_bytes()), "machine": _digest(machine.encode())}
+    return {"content": _digest(library.read_bytes()), "machine": machine_digest()}
+
+
+def machine_digest() -> str:
+    """A digest of what a library is compiled for here."""
+    return _digest("\0".join((*toolchain(), platform.python_version())).encode())
 
 
 def _parts_of(path: Path) -> dict[str, str]:

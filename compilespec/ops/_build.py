@@ -31,6 +31,7 @@ from compilespec.ops import _levels
 from compilespec.ops._cpus import num_cpus
 from compilespec.ops._levels import CpuLevel
 
+CACHE_VARIABLE = "COMPILESPEC_CACHE_DIR"
 _OPS = Path(__file__).parent
 PREBUILT = _OPS / "prebuilt"  # in a wheel
 _FLAGS = (
@@ -82,7 +83,7 @@ def is_cached() -> bool | None:
 
 def cache_directory() -> Path:
     """`COMPILESPEC_CACHE_DIR`, else `~/.cache/compilespec`."""
-    return Path(os.environ.get("COMPILESPEC_CACHE_DIR") or Path.home() / ".cache" / "compilespec")
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "compilespec")
 
 
 def unwritable(error: OSError) -> str:
