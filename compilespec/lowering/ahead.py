@@ -19,9 +19,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map
 
-from compilespec._torch_compat import OpOverload, size_expression
+from compilespec._torch_compat import OpOverload, size_expression, tree_map
 from compilespec.ops._library import NAMESPACE, TRITON_KERNELS, has_triton
 from compilespec.ops.device import traits_of
 from compilespec.program import Lowered, PhaseGraph, StepKey

@@ -176,7 +176,6 @@ def test_what_cannot_be_written_is_refused(model: Path, tmp_path: Path) -> None:
         compilespec.load(tmp_path / "none.cspec", trust=True)
 
 
-@pytest.mark.slow
 def test_the_command_builds_what_starts_without_a_compiler(tmp_path: Path) -> None:
     path = tmp_path / "demo.cspec"
     command = [sys.executable, "-m", "compilespec", "build", "demo", "--spec", "eagle3", "-o",
