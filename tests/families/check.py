@@ -39,7 +39,8 @@ class Verdict:
 def check_family(
     family: str, *, rope_types: tuple[str, ...] = ROTARY[:2], auto: str = CAUSAL
 ) -> Verdict:
-    """The worst verdict over the rotary tables.
+    """The worst verdict over the rotary tables; a further one that the family cannot have says
+    nothing.
 
     Args:
         auto: the class of transformers that makes the model.
@@ -47,7 +48,8 @@ def check_family(
     found: Verdict | None = None
     for rope_type in rope_types:
         verdict = _check(family, rope_type, auto)
-        if found is None or _RANK[verdict.verdict] > _RANK[found.verdict]:
+        is_worse = found is not None and _RANK[verdict.verdict] > _RANK[found.verdict]
+        if found is None or (is_worse and verdict.verdict != NOT_BUILT):
             found = verdict
         if not _has_rope(family):
             break

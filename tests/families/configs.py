@@ -283,7 +283,7 @@ def _rope(value: Mapping[str, Any], rope_type: str, has_axes: bool = False) -> d
         },
     }  # fmt: skip
     given = value.get("rope_type", "default")
-    if given in extra and given != "default" and rope_type == "default":
+    if given in extra and given != "default" and rope_type in ("default", given):
         return {**value, **extra[given]}  # with what only this family has
     if given not in ("default", None) and given not in extra:
         return dict(value)  # a table that only this family has
