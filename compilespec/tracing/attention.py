@@ -39,6 +39,7 @@ _HARMLESS = frozenset(
         "logits_to_keep",
     }
 )
+_KNOWN_INPUTS = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values")
 _OTHER_INPUTS = ("pixel_", "image_", "video_", "input_features", "input_values", "audio_")
 
 
@@ -156,11 +157,13 @@ def _refuse_other_inputs(model: Any) -> None:
             f"{name} reads {model.main_input_name} and no token ids: expected a causal language "
             "model, forward(input_ids)"
         )
+    has_adapter = has_adapter_of_media(model)
     taken = [
         name
         for name, parameter in parameters.items()
-        if name.startswith(_OTHER_INPUTS)
-        and (parameter.default is parameter.empty or has_adapter_of_media(model))
+        if (parameter.default is parameter.empty and name not in _KNOWN_INPUTS)
+        or (name.startswith(_OTHER_INPUTS) and has_adapter)
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     if taken:
         raise UnsupportedModel(

@@ -115,6 +115,10 @@ REFUSED = {
         lambda: families.build("blip", auto=families.WITH_IMAGES),
         r"BlipForConditionalGeneration takes pixel_values .* give its language model",
     ),
+    "PI0": (
+        lambda: families.build("pi0", auto=families.WITH_IMAGES),
+        r"PI0ForConditionalGeneration takes state beside token ids, .* give its language model",
+    ),
     **{
         name: (lambda mix=mix: Mixing(mix), r"they are mixed in .*test_other_models.py:\d+: ")
         for name, mix in MIXERS.items()
