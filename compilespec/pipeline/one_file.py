@@ -25,8 +25,10 @@ import torch
 from compilespec.errors import CheckpointError, InvalidOption, ModelNotFound
 from compilespec.errors.suggest import not_there
 from compilespec.lowering.artifacts import machine_digest, source_digest
+from compilespec.methods.registry import get_method
 from compilespec.ops import _build
 from compilespec.ops._levels import VARIABLE, cpu_features, fitting
+from compilespec.ops.device import traits_of
 from compilespec.pipeline.entry import compile
 from compilespec.progress import Progress
 from compilespec.runtime.engine import Engine
@@ -89,22 +91,30 @@ def write(
 
     Raises: InvalidOption for a keyword that has no form in a file.
     """
+    if get_method(spec).capabilities.chooses:
+        raise InvalidOption(
+            f"spec={spec!r} chooses anew at every start: build with the method that it chose here, "
+            f"{engine.plan()['method']!r}"
+        )
+    if not traits_of(engine.geometry.config.device).is_cpu:
+        raise InvalidOption("a file is for the CPU alone: leave device= out")
     place = find_model(model)
     keywords, sources = dict(keywords), {}
-    draft = keywords.get("draft")
+    draft = keywords.pop("draft", None)
+    plain = _plain(keywords)
     if place.gguf_file is not None:
         sources[f"model/{place.gguf_file}"] = place.path
     else:
         sources.update(_below(place.directory, "model"))
     if draft is not None:
         sources.update(_below(Path(draft), "draft"))
-        keywords["draft"] = "draft"
+        plain["draft"] = "draft"
     for folder in KEPT:
         sources.update(_below(cache / folder, f"cache/{folder}"))
     features = cpu_features()
     manifest = Manifest(
         format=FORMAT, compilespec=source_digest(), torch=torch.__version__, python=_python(),
-        cpu=tuple(sorted(features)), level=_level(), spec=spec, keywords=_plain(keywords),
+        cpu=tuple(sorted(features)), level=_level(), spec=spec, keywords=plain,
         model="model" if place.gguf_file is None else f"model/{place.gguf_file}",
         plan=json.loads(json.dumps(engine.plan(), default=str)), prompt=prompt, tokens=tokens,
         licences=tuple(n for n in sources if "licen" in n.lower() or "notice" in n.lower()),
@@ -133,9 +143,13 @@ def _below(folder: Path, name: str) -> dict[str, Path]:
 def _plain(keywords: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in keywords.items():
         parts = value if isinstance(value, list | tuple) else [value]
-        if not all(isinstance(part, str | int | float | bool | Path) for part in parts):
+        if not all(isinstance(part, str | int | float | Path) for part in parts):
             raise InvalidOption(f"{name}= has no form in a file: leave it out, or use compile()")
-    return {n: str(v) if isinstance(v, Path) else v for n, v in keywords.items()}
+        if isinstance(value, str | Path) and Path(value).exists():
+            raise InvalidOption(
+                f"{name}={str(value)!r} is a place on this machine: leave it out, or use compile()"
+            )
+    return dict(keywords)
 
 
 def _level() -> str:

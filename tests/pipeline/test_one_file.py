@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -166,12 +165,24 @@ def test_on_a_lesser_cpu_the_steps_are_compiled_there(
     assert not (cache / "artifacts" / "a.so").exists()
 
 
-def test_what_cannot_be_written_is_refused(model: Path, tmp_path: Path) -> None:
-    tree = {"draft_tree": DraftTree(top_k=2, depth=2, num_nodes=3)}
-    with pytest.raises(InvalidOption, match="draft_tree= has no form in a file"):
-        one_file.write(tmp_path / "x.cspec", model, "ngram", tree, cache=tmp_path, prompt=(),
-                       tokens=(), engine=dataclasses.make_dataclass("E", [])())  # fmt: skip
+@pytest.mark.parametrize(("spec", "keywords", "said"), [
+    ("ngram", {"draft_tree": DraftTree(top_k=2, depth=2, num_nodes=3)}, "draft_tree= has no form"),
+    ("ngram", {"adapters": "/"}, "adapters='/' is a place on this machine"),
+    ("auto", {}, "spec='auto' chooses anew at every start: build with .* 'ngram'"),
+])  # fmt: skip
+def test_what_cannot_be_written_is_refused(
+    built: Path, model: Path, tmp_path: Path, spec: str, keywords: dict[str, Any], said: str
+) -> None:
+    with (
+        compilespec.load(built, trust=True) as engine,
+        pytest.raises(InvalidOption, match=said),
+    ):
+        one_file.write(tmp_path / "x.cspec", model, spec, keywords, cache=tmp_path, engine=engine,
+                       prompt=(), tokens=())  # fmt: skip
     assert not list(tmp_path.glob("*.cspec*"))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match="expected a file of `compilespec build`"):
         compilespec.load(tmp_path / "none.cspec", trust=True)
 
