@@ -47,7 +47,7 @@ LEFT_OUT = {".bin", ".lock", ".part"}
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a file says of itself."""
+    """The facts that a file states about itself."""
 
     format: int
     compilespec: str
@@ -202,7 +202,7 @@ def load(
 
 
 def read_manifest(path: Path) -> Manifest:
-    """What a file says of itself; nothing is run.  Raises: as `load`."""
+    """Read the facts that a file states about itself; nothing is run.  Raises: as `load`."""
     try:
         with zipfile.ZipFile(path) as file:
             return _read_manifest(file, path)[0]
