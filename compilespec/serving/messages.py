@@ -21,7 +21,7 @@ from compilespec.serving.chat import Chat, chat_prompt
 from compilespec.serving.errors import bad_request
 from compilespec.serving.events import EventStream, unless_left
 from compilespec.serving.parsers.parts import Parts, read_json
-from compilespec.serving.protocol import Asked, ChatRequest, read_body
+from compilespec.serving.protocol import OWN, Asked, ChatRequest, Own, read_body
 from compilespec.serving.service import ServedPrompt, Service
 from compilespec.serving.tools import read_tools
 
@@ -39,7 +39,7 @@ class CountRequest(Asked):
     thinking: dict[str, Any] | None = None
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(CountRequest, Own):
     """A conversation that is answered."""
 
     max_tokens: Annotated[int, Field(ge=1)]
@@ -55,9 +55,6 @@ class MessagesRequest(CountRequest):
 
     # Our own fields.
     seed: int | None = None
-    num_draft_tokens: int | None = None
-    deadline_seconds: float | None = None
-    priority: int = 0
 
 
 async def answer_messages(service: Service, request: Request) -> Response:
@@ -214,8 +211,7 @@ def _usage(num_prompt: int, num_cached: int, num_new: int) -> dict[str, int]:
 
 
 def _sampling(asked: MessagesRequest) -> dict[str, Any]:
-    same = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "seed", "priority",
-            "num_draft_tokens", "deadline_seconds")  # fmt: skip
+    same = ("model", "max_tokens", "stream", "temperature", "top_p", "top_k", "seed", *OWN)
     given = {name: getattr(asked, name) for name in same}
     return {**given, "stop": asked.stop_sequences}
 

@@ -76,7 +76,18 @@ class StreamOptions(Asked):
     """No effect: chunks are never padded."""
 
 
-class Sampling(Asked):
+class Own(Asked):
+    """The fields of ours that every protocol's requests for text have."""
+
+    num_draft_tokens: int | None = None
+    deadline_seconds: float | None = None
+    priority: int = 0
+
+
+OWN = tuple(Own.model_fields)
+
+
+class Sampling(Own):
     """The fields that completions and chat completions share."""
 
     model: str | None = None
@@ -111,9 +122,6 @@ class Sampling(Asked):
     ignore_eos: bool | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_token_ids: tuple[int, ...] | None = None
-    num_draft_tokens: int | None = None
-    deadline_seconds: float | None = None
-    priority: int = 0
     compact_json: bool = True
     """No white space between the parts of guided JSON."""
     return_token_ids: bool = False

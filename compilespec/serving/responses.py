@@ -22,7 +22,7 @@ from compilespec.serving.chat import Chat
 from compilespec.serving.errors import ApiError, bad_request
 from compilespec.serving.events import EventStream, unless_left
 from compilespec.serving.parsers.parts import Parts
-from compilespec.serving.protocol import Asked, ChatRequest, StreamOptions, read_body
+from compilespec.serving.protocol import OWN, ChatRequest, Own, StreamOptions, read_body
 from compilespec.serving.service import ServedPrompt, Service
 from compilespec.serving.stored import StoredResponses
 
@@ -31,7 +31,7 @@ IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
 Items = list[dict[str, Any]]
 
 
-class ResponsesRequest(Asked):
+class ResponsesRequest(Own):
     """A conversation of items that is answered."""
 
     model: str | None = None
@@ -65,9 +65,6 @@ class ResponsesRequest(Asked):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    num_draft_tokens: int | None = None
-    deadline_seconds: float | None = None
-    priority: int = 0
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -339,8 +336,7 @@ def _as_chat(asked: ResponsesRequest, items: Items) -> ChatRequest:
             param="input",
         )
     same = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "top_k", "min_p",
-            "seed", "num_draft_tokens", "deadline_seconds", "priority",
-            "chat_template_kwargs")  # fmt: skip
+            "seed", *OWN, "chat_template_kwargs")  # fmt: skip
     given = {name: getattr(asked, name) for name in same}
     given["max_tokens"] = asked.max_output_tokens
     given["response_format"] = _read_format((asked.text or {}).get("format"))
