@@ -52,7 +52,8 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from compilespec.ops import _build
-    from compilespec.ops._levels import VARIABLE, cpu_features, fitting
+    from compilespec.ops._levels import VARIABLE
+    from compilespec.pipeline.one_file import kernel_level
 
     output = Path(args.output)
     if output.suffix != ".cspec" or not output.resolve().parent.is_dir():
@@ -64,9 +65,8 @@ def run(args: argparse.Namespace) -> int:
     own.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=own, prefix="build-") as folder:
         cache = Path(folder) / "cache"
-        levels = fitting(cpu_features())
-        if levels:
-            os.environ.setdefault(VARIABLE, levels[0].name)
+        if level := kernel_level():
+            os.environ[VARIABLE] = level
         os.environ[_build.CACHE_VARIABLE] = str(cache)
         kernels = own / "kernels" / _build.library_path().name
         if kernels.is_file():

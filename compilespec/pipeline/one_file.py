@@ -8,6 +8,7 @@ code: `load` opens them for those who trust the builder.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -114,7 +115,7 @@ def write(
     features = cpu_features()
     manifest = Manifest(
         format=FORMAT, compilespec=source_digest(), torch=torch.__version__, python=_python(),
-        cpu=tuple(sorted(features)), level=_level(), spec=spec, keywords=plain,
+        cpu=tuple(sorted(features)), level=kernel_level(), spec=spec, keywords=plain,
         model="model" if place.gguf_file is None else f"model/{place.gguf_file}",
         plan=json.loads(json.dumps(engine.plan(), default=str)), prompt=prompt, tokens=tokens,
         licences=tuple(n for n in sources if "licen" in n.lower() or "notice" in n.lower()),
@@ -152,7 +153,8 @@ def _plain(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return dict(keywords)
 
 
-def _level() -> str:
+def kernel_level() -> str:
+    """The name of the level that kernels of a file are compiled for; "" where there is none."""
     levels = fitting(cpu_features())
     return os.environ.get(VARIABLE) or (levels[0].name if levels else "")
 
@@ -186,15 +188,10 @@ def load(
         )
     if not path.is_file():
         raise ModelNotFound(f"{not_there(path)}; expected a file of `compilespec build`")
-    try:
-        with zipfile.ZipFile(path) as file:
-            manifest, name = _read_manifest(file, path)
-            _check_fits(manifest, path)
-            folder = _unpack(file, manifest, name)
-    except (zipfile.BadZipFile, OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, InvalidOption):
-            raise
-        raise CheckpointError(f"{path} is damaged: {error}; build it again") from error
+    with _opened(path) as file:
+        manifest, name = _read_manifest(file, path)
+        _check_fits(manifest, path)
+        folder = _unpack(file, manifest, name)
     keywords = dict(manifest.keywords)
     if "draft" in keywords:
         keywords["draft"] = folder / keywords["draft"]
@@ -203,9 +200,16 @@ def load(
 
 def read_manifest(path: Path) -> Manifest:
     """Read the facts that a file states about itself; nothing is run.  Raises: as `load`."""
+    with _opened(path) as file:
+        return _read_manifest(file, path)[0]
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
+    """The file; what cannot be read of it is a CheckpointError."""
     try:
         with zipfile.ZipFile(path) as file:
-            return _read_manifest(file, path)[0]
+            yield file
     except (zipfile.BadZipFile, OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}; build it again") from error
 

@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
 from compilespec.methods.eagle3 import random_head, save_head
-from tests.support.models import target_info
-from tests.support.toy_tokenizer import byte_level_tokenizer
+from tests.support.models import save_byte_model, target_info
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PRINTS = {  # a line of each, for any model
@@ -36,16 +33,8 @@ CLIENTS = ("openai_client",)  # run by tests/serving
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random target of bytes with a tokenizer, and an EAGLE-3 head where `compile` looks."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256, eos_token_id=256,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
     path = tmp_path_factory.mktemp("tiny")
-    model.save_pretrained(path)
-    tokens = [*(bytes([byte]) for byte in range(256)), "<end>"]
-    byte_level_tokenizer(tokens, eos="<end>").save_pretrained(path)
+    model = save_byte_model(path, num_layers=3, max_positions=256)
     head = random_head(target_info(model, 256), aux_layers=(0, 1, 2))
     save_head(head, path / "eagle3")
     return path

@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
 import compilespec
 from compilespec import DraftTree, SamplingParams
 from compilespec.errors import CheckpointError, InvalidOption, ModelNotFound
 from compilespec.ops import _build
 from compilespec.pipeline import one_file
-from tests.support.toy_tokenizer import byte_level_tokenizer
+from tests.support.models import save_byte_model
 
 PROMPT = (3, 1, 4, 1, 5)
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
@@ -29,16 +27,8 @@ OPTIONS = {"backend": "eager", "max_batch_size": 2, "max_seq_len": 64, "num_draf
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, eos_token_id=256,
-    )  # fmt: skip
     path = tmp_path_factory.mktemp("tiny")
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
-    byte_level_tokenizer([*(bytes([b]) for b in range(256)), "<end>"], eos="<end>").save_pretrained(
-        path
-    )
+    save_byte_model(path, num_layers=2, max_positions=64)
     (path / "LICENSE").write_text("as you like")
     return path
 

@@ -7,6 +7,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from compilespec.runtime.engine import Engine
 from compilespec.runtime.request import Request
 from compilespec.tracing.target_info import TargetInfo
 from tests.support.hybrids import ROUTED, hybrid_configs
+from tests.support.toy_tokenizer import byte_level_tokenizer
 
 VOCAB = 97  # not a power of two, not a multiple of any vector width
 COMMON: dict[str, Any] = {
@@ -453,6 +455,21 @@ def check_preempted(engine: Engine, asks: Sequence[Ask]) -> None:
     assert [r.output_token_ids for r in requests] == [list(ask.tokens) for ask in asks]
     assert_nothing_held(engine)
     assert engine.stats().num_preemptions > 0
+
+
+def save_byte_model(path: Path, *, num_layers: int, max_positions: int) -> Any:
+    """Save a random Llama of bytes with its tokenizer; returns the model."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=257, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=max_positions,
+        eos_token_id=256,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(path)
+    tokens = [*(bytes([byte]) for byte in range(256)), "<end>"]
+    byte_level_tokenizer(tokens, eos="<end>").save_pretrained(path)
+    return model
 
 
 def poison(engine: Engine) -> None:
